@@ -1,0 +1,41 @@
+"""Times that mean something on a machine that does other things too: interleaved runs, medians, ratios."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of one contender, and the median of its ratios to the reference, taken round by round."""
+
+    seconds: float
+    ratio: float
+
+
+def interleave(contenders: Mapping[str, Callable[[], object]], reference: str, rounds: int) -> dict[str, Timing]:
+    """Time all contenders once per round, in turn; the order is reversed in every other round.
+
+    A machine's speed drifts by more than the differences looked for. Within a round it hardly does, so ratios are
+    taken there; reversing cancels what one contender leaves behind for the next (caches, allocator state).
+    One warm-up round is not counted.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for round_index in range(-1, rounds):
+        names = list(contenders)
+        for name in names if round_index % 2 else names[::-1]:
+            start = time.perf_counter()
+            contenders[name]()
+            elapsed = time.perf_counter() - start
+            if round_index >= 0:
+                seconds[name].append(elapsed)
+    return {
+        name: Timing(
+            seconds=statistics.median(own),
+            ratio=statistics.median(a / b for a, b in zip(own, seconds[reference], strict=True)),
+        )
+        for name, own in seconds.items()
+    }

@@ -1,0 +1,164 @@
+"""Capture: from a callable and its arguments to a JointGraph, without running it.
+
+Dynamo and AOTAutograd trace the callable; the joint graph is taken at the partition step, and the capture ends there by
+an exception of our own. Nothing is executed: random state, buffers, version counters and `.grad` stay as they were.
+"""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from placemat.graph import torch_private
+from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
+from placemat.graph.joint import JointGraph, JointInput, fingerprint
+from placemat.graph.sources import is_library_file, tidy, user_line
+
+
+class _Captured(Exception):
+    """Ends a capture with its result; never seen by a user."""
+
+    def __init__(self, joint: JointGraph) -> None:
+        super().__init__("captured")
+        self.joint = joint
+
+
+def make_entry() -> Callable[..., Any]:
+    """A function with a code object of its own.
+
+    Dynamo keeps what it compiled on code objects, and its limits too: modules that shared one would evict each other.
+    """
+
+    def entry(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return forward(*args, **kwargs)
+
+    entry.__code__ = entry.__code__.replace(co_name="placemat_step")
+    return entry
+
+
+def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> JointGraph:
+    """Trace `forward(*args, **kwargs)` and its backward.
+
+    Raises:
+        CaptureError: the forward cannot be one graph; the message names the user's file and line.
+        UnsupportedFeature: it can, but nothing in it requires a gradient.
+    """
+
+    def partition(joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> NoReturn:
+        raise _Captured(make_joint(joint, num_fwd_outputs, names))
+
+    def forward_only(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> NoReturn:
+        raise UnsupportedFeature(
+            "no output of the model requires a gradient, so there is no backward to plan for. Remedy: check "
+            "requires_grad of the parameters and inputs, and that the forward does not run under torch.no_grad()."
+        )
+
+    backend = torch_private.aot_backend(partition, forward_only, forward_only)
+    names: list[JointInput] = []
+
+    def named_backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        names[:] = input_names(graph_module)
+        return backend(graph_module, inputs)
+
+    entry = make_entry()
+    compiled = torch.compile(entry, backend=named_backend, fullgraph=True, dynamic=False)
+    try:
+        with torch_private.compile_settings(), torch.enable_grad(), reported(forward):
+            compiled(forward, tuple(args), dict(kwargs))
+    except _Captured as done:
+        return done.joint
+    finally:
+        torch_private.forget_compiled(entry)
+    raise UnsupportedFeature(
+        "the model's forward ran no tensor operation that could be captured. Remedy: pass the model itself, not a "
+        "wrapper that was compiled or scripted already."
+    )
+
+
+def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, names: Sequence[JointInput]) -> JointGraph:
+    """JointGraph from what AOTAutograd hands to a partitioner."""
+    identity = fingerprint(graph_module, num_forward_outputs)
+    joint = JointGraph(graph_module, num_forward_outputs, (), identity)
+    inputs = tuple(names[i] if i < len(names) else JointInput(node.name, False) for i, node in enumerate(joint.primals))
+    return JointGraph(graph_module, num_forward_outputs, inputs, identity)
+
+
+def input_names(graph_module: fx.GraphModule) -> list[JointInput]:
+    """Names of a Dynamo graph's inputs, in order."""
+    names = []
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        example = node.meta.get("grapharg")
+        source = getattr(getattr(example, "source", None), "name", node.name)
+        text = str(source() if callable(source) else source)
+        text = tidy(text.replace("L['args']", "args").replace("L['kwargs']", "kwargs"))
+        is_parameter = isinstance(getattr(example, "example", None), torch.nn.Parameter)
+        names.append(JointInput(text, is_parameter))
+    return names
+
+
+class reported:
+    """Context that turns PyTorch's capture errors into ours, with the user's file and line."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, torch_private.BackendCompilerFailed):
+            inner = error.inner_exception
+            if isinstance(inner, (PlacematError, _Captured)):
+                raise inner from None
+            raise CaptureError(
+                f"PyTorch failed while tracing the backward of the model: {type(inner).__name__}: "
+                f"{first_line(inner)}. Remedy: run the model eagerly once; if that works, restore() it and report "
+                "the operation named above."
+            ) from inner
+        if isinstance(error, torch_private.Unsupported):
+            raise CaptureError(_graph_break_text(error)) from error
+        if isinstance(error, torch_private.TorchDynamoException):
+            raise CaptureError(
+                f"the model's forward cannot be captured as one graph: {explanation(error)}. At "
+                f"{user_line(str(error)) or 'an unknown line'}. Remedy: if the forward runs eagerly, rewrite that "
+                "line with tensor operations, or optimize the submodules around it."
+            ) from error
+
+
+def _graph_break_text(error: Any) -> str:
+    where = user_frame(getattr(error, "real_stack", None) or ())
+    kind = getattr(error, "gb_type", None) or "graph break"
+    return (
+        f"the model's forward cannot be captured as one graph ({kind}; data-dependent control flow, calls out of "
+        f"torch and Python side effects end a graph): {first_line(error)}. At {where}. Remedy: rewrite that line "
+        "with tensor operations (torch.where, masks), move it out of forward(), or optimize the submodules around "
+        "it instead."
+    )
+
+
+def user_frame(stack: Sequence[traceback.FrameSummary]) -> str:
+    """ "file.py:12, in forward: code" of the deepest frame outside torch, the standard library and placemat."""
+    users = [f for f in stack if not is_library_file(f.filename)]
+    if not users:
+        return "an unknown line"
+    frame = users[-1]
+    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+
+
+def first_line(error: BaseException) -> str:
+    return next(_text_lines(error), type(error).__name__)
+
+
+def explanation(error: BaseException) -> str:
+    """What PyTorch says of an error before it lists frames, on one line."""
+    lines = itertools.takewhile(lambda line: not line.startswith("from user code"), _text_lines(error))
+    return " ".join(itertools.islice(lines, 6))[:600]
+
+
+def _text_lines(error: BaseException) -> Iterator[str]:
+    return (line.strip() for line in str(error).splitlines() if line.strip())

@@ -1,0 +1,130 @@
+"""What reaches the gradients: tangents that are absent, and copies that autograd makes at the end."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+_SUMS = (aten.add.Tensor,)
+
+
+def prune_tangents(graph: fx.Graph, absent: Sequence[fx.Node]) -> None:
+    """Take tangents that are not there out of a graph with a backward, in place.
+
+    AOTAutograd stands in zeros for the gradient of an output that the loss does not reach, so parameters that eager
+    leaves without gradient get zeros, and memory and time are spent on them. A backward is linear in its tangents:
+    a call whose tangent-dependent inputs are all absent has absent results; a sum with one absent term is the other
+    term; anything else gets zeros of the right shape. Gradients that are absent become None, as in eager.
+
+    The placeholders stay: the caller passes None for them.
+    """
+    if not absent:
+        return
+    gone = set(absent)
+    dependent = {n for n in graph.find_nodes(op="placeholder") if n in gone or n.name.startswith("tangents")}
+    for node in list(graph.nodes):
+        if node.op == "output":
+            node.args = (_without(node.args[0], gone),)
+            continue
+        if node.op == "placeholder":
+            continue
+        needed = [n for n in node.all_input_nodes if n in dependent]
+        if not needed:
+            continue
+        dependent.add(node)
+        missing = [n for n in needed if n in gone]
+        if len(missing) == len(needed):
+            gone.add(node)
+        elif missing and not _take_other_term(node, gone):
+            for source in missing:
+                with graph.inserting_before(node):
+                    node.replace_input_with(source, _zeros_like(graph, source))
+    _erase_dead(graph, dependent)
+
+
+def _take_other_term(node: fx.Node, gone: set[fx.Node]) -> bool:
+    """Replace a sum with an absent term by its other term, if that has the sum's shape and dtype."""
+    if node.target not in _SUMS or node.kwargs.get("alpha", 1) != 1:
+        return False
+    (other,) = [a for a in node.args if not (isinstance(a, fx.Node) and a in gone)]
+    if not isinstance(other, fx.Node):
+        return False
+    result, term = node.meta["val"], other.meta["val"]
+    if result.shape != term.shape or result.dtype != term.dtype:
+        return False
+    node.replace_all_uses_with(other)
+    return True
+
+
+def _zeros_like(graph: fx.Graph, source: fx.Node) -> fx.Node:
+    value = source.meta["val"]
+    zeros = graph.call_function(
+        aten.zeros.default,
+        (list(value.shape),),
+        {"dtype": value.dtype, "device": value.device},
+    )
+    with value.fake_mode:
+        zeros.meta["val"] = torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+    zeros.meta["partitioner_tag"] = "is_backward"
+    return zeros
+
+
+def _without(outputs: Any, gone: set[fx.Node]) -> list[Any]:
+    return [None if isinstance(o, fx.Node) and o in gone else o for o in outputs]
+
+
+def _erase_dead(graph: fx.Graph, candidates: set[fx.Node]) -> None:
+    """Erase calls of the backward that nothing uses any more, and whatever only they used."""
+    for node in reversed(list(graph.nodes)):
+        if node in candidates and node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def copied_bytes(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> int:
+    """Most bytes of copies that autograd makes while it stores gradients into `.grad` of (primal, gradient) pairs.
+
+    AccumulateGrad takes a gradient over if its layout is the parameter's and nobody else holds it, and copies it
+    otherwise (torch/csrc/autograd/functions/accumulate_grad.h). The original is dropped after its copy, so one copy is
+    alive beside its original at a time; a gradient that is returned for several parameters stays until its last copy.
+    """
+    uses = Counter(g for _, g in pairs)
+    tangents = {g for _, g in pairs if g.op == "placeholder"}
+    single, shared = 0, 0
+    for primal, gradient in pairs:
+        value = gradient.meta["val"]
+        nbytes = value.numel() * value.element_size()
+        if gradient in tangents or uses[gradient] > 1:
+            shared += nbytes
+        elif not keeps_layout(value, primal.meta["val"]):
+            single = max(single, nbytes)
+    return single + shared
+
+
+def keeps_layout(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether autograd takes a gradient over as it is: the layout contract of AccumulateGrad."""
+    if gradient.layout != torch.strided or parameter.layout != torch.strided:
+        return False
+    if not is_dense(gradient):
+        return False
+    if is_dense(parameter):
+        return all(
+            g == p for g, p, n in zip(gradient.stride(), parameter.stride(), parameter.shape, strict=True) if n > 1
+        )
+    return gradient.is_contiguous()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Non-overlapping and dense: a permutation of a contiguous tensor."""
+    expected = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return expected == math.prod(s for s in tensor.shape if s > 1)

@@ -1,0 +1,365 @@
+"""Lower: from a JointGraph to an OpGraph, with the map back to FX that the emitter needs.
+
+What becomes what:
+- a call whose results all share storage with its inputs (views, detach, getitem of a view) is no op: it folds into the
+  storage that it views, and is applied again wherever it is needed;
+- every other call is an op; each storage that it creates is a value, freed on its own;
+- inputs of the graph (parameters, buffers, user tensors, constants) are static: they are alive anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from placemat.graph import batch_norm, gradients, purity
+from placemat.graph.ir import Op, OpGraph, OpSignature, Phase, Role, Value
+from placemat.graph.joint import JointGraph
+from placemat.graph.order import split_phases, writes
+from placemat.graph.signature import signature
+from placemat.graph.sources import module_paths, user_line
+from placemat.graph.storages import storage_key, tensors_of
+
+# Bytes of a saved generator state: the Mersenne twister of the CPU, (seed, offset) of the CUDA generator
+# (torch.default_generator.get_state(), torch 2.9 to 2.14).
+RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
+
+
+@dataclass(frozen=True)
+class LossRegion:
+    """What the caller does between forward and backward.
+
+    Attributes:
+        used_tangents: which of the forward's differentiable outputs (in tangent order) the loss reaches.
+        workspace_bytes: most bytes that computing the loss and its gradient holds beside the tangents it returns.
+        held_bytes: what the caller holds from the loss to the end of the step: the loss itself and its gradient.
+        tangents_held: whether the caller holds the tangents during the whole backward.
+    """
+
+    used_tangents: frozenset[int]
+    workspace_bytes: int = 0
+    held_bytes: int = 0
+    tangents_held: bool = True
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """An OpGraph and, for the emitter, the FX node behind every op and the storage behind every node.
+
+    `node_of_op` has None for pseudo-ops; `value_of_node` maps a node (op result, getitem or view) to the value it
+    lives in, and is silent for nodes that live in static storages; `base_of_value` is the node to save for a value.
+    """
+
+    joint: JointGraph
+    graph: OpGraph
+    node_of_op: tuple[fx.Node | None, ...]
+    value_of_node: Mapping[fx.Node, int]
+    base_of_value: Mapping[int, fx.Node]
+    state_of_op: Mapping[int, int]  # random op -> value that holds its generator state
+    fake_rng_state: torch.Tensor
+    planned_tangents: frozenset[int]  # tangents that the lowered backward reads
+
+    @functools.cached_property
+    def op_of_node(self) -> Mapping[fx.Node, int]:
+        return {node: i for i, node in enumerate(self.node_of_op) if node is not None}
+
+
+@dataclass
+class _Builder:
+    joint: JointGraph
+    loss: LossRegion
+    ops: list[Op] = field(default_factory=list)
+    nodes: list[fx.Node | None] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    value_of_storage: dict[int, int | None] = field(default_factory=dict)  # None: static
+    value_of_node: dict[fx.Node, int] = field(default_factory=dict)
+    base_of_value: dict[int, fx.Node] = field(default_factory=dict)
+    state_of_op: dict[int, int] = field(default_factory=dict)
+    mutated_reads: dict[fx.Node, str] = field(default_factory=dict)  # node -> name of the overwritten input it shows
+
+
+def lower(
+    joint: JointGraph,
+    *,
+    device: str,
+    static_bytes: Mapping[str, int],
+    loss: LossRegion | None = None,
+    accumulate_grad: bool = False,
+) -> Lowering:
+    """Lower a joint graph.
+
+    Args:
+        joint: as captured. Its BatchNorm backwards are edited (see `batch_norm`).
+        device: device type that the budget is about; all values are taken to live there.
+        static_bytes: category -> bytes alive during the whole step (see `static.static_bytes`).
+        loss: the caller's loss; by default every differentiable output gets a gradient that the caller holds.
+        accumulate_grad: gradients of the parameters exist already and are added to.
+    """
+    loss = loss or LossRegion(frozenset(range(len(joint.tangents))))
+    graph = joint.graph_module.graph
+    _merge_results(graph)
+    batch_norm.drop_running_statistics(graph)
+    gradients.prune_tangents(graph, [t for i, t in enumerate(joint.tangents) if i not in loss.used_tangents])
+    build = _Builder(joint, loss)
+    _bind_static(build)
+    forward, backward = split_phases(joint)
+    paths = module_paths(graph)
+    for node in forward:
+        _add_call(build, node, "forward", device, paths[node])
+    _mark_outputs(build)
+    _add_copy_back(build, device)
+    border = _add_border(build, device)
+    for node in backward:
+        _add_call(build, node, "backward", device, paths[node])
+    _add_accumulate(build, device, accumulate_grad)
+    op_graph = OpGraph(
+        ops=tuple(build.ops),
+        values=tuple(build.values),
+        border=border,
+        static_bytes=dict(static_bytes),
+        device=device,
+        fingerprint=joint.fingerprint,
+    )
+    return Lowering(
+        joint=joint,
+        graph=op_graph,
+        node_of_op=tuple(build.nodes),
+        value_of_node=build.value_of_node,
+        base_of_value=build.base_of_value,
+        state_of_op=build.state_of_op,
+        fake_rng_state=_fake_rng_state(joint, device),
+        planned_tangents=loss.used_tangents,
+    )
+
+
+def _fake_rng_state(joint: JointGraph, device: str) -> torch.Tensor:
+    """Stand-in for a saved generator state, as AOTAutograd wants one for every output of a forward."""
+    example = next(t for n in joint.placeholders for t in tensors_of(n) if t is not None)
+    with getattr(example, "fake_mode", contextlib.nullcontext()):
+        return torch.empty(RNG_STATE_BYTES[device], dtype=torch.uint8)
+
+
+def _merge_results(graph: fx.Graph) -> None:
+    """Let every result of an op have one name: a second getitem of the same index is the first."""
+    for node in list(graph.nodes):
+        first: dict[Any, fx.Node] = {}
+        for user in list(node.users):
+            if user.target is operator.getitem and user.args[0] is node:
+                kept = first.setdefault(user.args[1], user)
+                if kept is not user:
+                    user.replace_all_uses_with(kept)
+                    graph.erase_node(user)
+
+
+def _bind_static(build: _Builder) -> None:
+    joint = build.joint
+    overwritten = set(joint.mutated_inputs.values())
+    for i, node in enumerate(joint.primals):
+        for tensor in tensors_of(node):
+            if tensor is not None:
+                build.value_of_storage[storage_key(tensor)] = None
+        if i in overwritten:
+            build.mutated_reads[node] = f"input {joint.inputs[i].name}"
+    for node in joint.graph_module.graph.find_nodes(op="get_attr"):
+        for tensor in tensors_of(node):
+            if tensor is not None:
+                build.value_of_storage[storage_key(tensor)] = None
+
+
+def _add_call(build: _Builder, node: fx.Node, phase: Phase, device: str, path: str) -> None:
+    """Add a call as an op, or fold it into the storage that it views."""
+    mutated = next((build.mutated_reads[n] for n in node.all_input_nodes if n in build.mutated_reads), None)
+    if _is_view(build, node):
+        _alias(build, node)
+        if mutated is not None:
+            build.mutated_reads[node] = mutated
+        return
+    if node.target is operator.getitem:  # a result of an op: its storage was registered with the op
+        _alias(build, node)
+        return
+    inputs = _reads(build, node)
+    recompute_inputs, extra = inputs, 0
+    reads_overwritten = mutated if not batch_norm.replays_without_statistics(node) else _other_mutated(build, node)
+    why_not = "it runs in the backward" if phase == "backward" else purity.why_not_recomputable(node, reads_overwritten)
+    if phase == "forward" and why_not is None and purity.is_random(node):
+        state = _add_rng_state(build, node, device)
+        recompute_inputs, extra = (*inputs, state), RNG_STATE_BYTES[device]
+    op = Op(
+        index=len(build.ops),
+        name=node.name,
+        signature=signature(node),
+        phase=phase,
+        inputs=inputs,
+        recompute_inputs=recompute_inputs,
+        outputs=_new_values(build, node, len(build.ops)),
+        recomputable=why_not is None,
+        why_not=why_not,
+        module_path=path,
+        source=user_line(node.meta.get("stack_trace")),
+        known_recompute_workspace_bytes=extra,
+    )
+    _append(build, op, node)
+
+
+def _other_mutated(build: _Builder, node: fx.Node) -> str | None:
+    """The overwritten input that a BatchNorm reads beside its running statistics, if any."""
+    running = {node.args[3], node.args[4]}
+    return next(
+        (build.mutated_reads[n] for n in node.all_input_nodes if n in build.mutated_reads and n not in running), None
+    )
+
+
+def _append(build: _Builder, op: Op, node: fx.Node | None) -> None:
+    assert op.index == len(build.ops)
+    build.ops.append(op)
+    build.nodes.append(node)
+
+
+def _is_view(build: _Builder, node: fx.Node) -> bool:
+    """Whether every result of the call lives in a storage that was there before, and nothing was written to it."""
+    tensors = tensors_of(node)
+    known = [t is not None and storage_key(t) in build.value_of_storage for t in tensors]
+    return bool(known) and all(known) and not writes(node) and node.target is not operator.getitem
+
+
+def _alias(build: _Builder, node: fx.Node) -> None:
+    for tensor in tensors_of(node):
+        value = None if tensor is None else build.value_of_storage.get(storage_key(tensor))
+        if value is not None:
+            build.value_of_node[node] = value
+            if node.target is operator.getitem and not isinstance(node.meta["val"], (list, tuple)):
+                build.base_of_value.setdefault(value, node)
+
+
+def _reads(build: _Builder, node: fx.Node) -> tuple[int, ...]:
+    """Values that a call reads, each once, in order of index."""
+    return tuple(sorted({v for n in node.all_input_nodes for v in values_behind(build.value_of_node, n)}))
+
+
+def values_behind(value_of_node: Mapping[fx.Node, int], node: fx.Node) -> tuple[int, ...]:
+    value = value_of_node.get(node)
+    return () if value is None else (value,)
+
+
+def _new_values(build: _Builder, node: fx.Node, op_index: int) -> tuple[int, ...]:
+    """Register the storages that a call creates."""
+    created: list[int] = []
+    tensors = tensors_of(node)
+    single = not isinstance(node.meta.get("val"), (list, tuple))
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        key = storage_key(tensor)
+        if key in build.value_of_storage:
+            if single and build.value_of_storage[key] is not None:  # an op that writes to a value and returns it
+                build.value_of_node[node] = build.value_of_storage[key]  # type: ignore[assignment]
+            continue
+        value = _new_value(build, node.name, int(tensor.untyped_storage().nbytes()), op_index, "activation")
+        build.value_of_storage[key] = value
+        created.append(value)
+        if single:
+            build.value_of_node[node] = value
+            build.base_of_value[value] = node
+    return tuple(created)
+
+
+def _new_value(build: _Builder, name: str, nbytes: int, producer: int, role: Role, pinned: bool = False) -> int:
+    value = Value(len(build.values), name, nbytes, producer, role, pinned)
+    build.values.append(value)
+    return value.index
+
+
+def _pseudo_op(
+    build: _Builder, name: str, phase: Phase, inputs: tuple[int, ...], outputs: tuple[int, ...], **extra: Any
+) -> Op:
+    return Op(
+        index=len(build.ops),
+        name=name,
+        signature=OpSignature(f"placemat.{name}", (), (), ()),
+        phase=phase,
+        inputs=inputs,
+        recompute_inputs=inputs,
+        outputs=outputs,
+        recomputable=False,
+        why_not="it is no operator of the model",
+        **extra,
+    )
+
+
+def _add_rng_state(build: _Builder, node: fx.Node, device: str) -> int:
+    """A pseudo-op before a random op that saves the generator's state, for replays."""
+    state = _new_value(build, f"{node.name}_rng_state", RNG_STATE_BYTES[device], len(build.ops), "rng_state")
+    op = replace(_pseudo_op(build, "rng_state", "forward", (), (state,)), name=f"{node.name}_rng_state")
+    build.state_of_op[op.index + 1] = state
+    _append(build, op, None)
+    return state
+
+
+def _pin(build: _Builder, value: int, role: Role) -> None:
+    build.values[value] = replace(build.values[value], pinned=True, role=role)
+
+
+def _mark_outputs(build: _Builder) -> None:
+    """The caller holds the outputs (and AOT the bases of view outputs) until the step is over."""
+    mutated = build.joint.mutated_inputs
+    for i, node in enumerate(build.joint.forward_outputs):
+        if i not in mutated and isinstance(node, fx.Node):
+            for value in values_behind(build.value_of_node, node):
+                _pin(build, value, "output")
+
+
+def _add_copy_back(build: _Builder, device: str) -> None:
+    """New contents of overwritten inputs live until the forward has returned, when they are copied back."""
+    outputs = build.joint.forward_outputs
+    nodes = [outputs[i] for i in build.joint.mutated_inputs if isinstance(outputs[i], fx.Node)]
+    values = tuple(sorted({v for n in nodes for v in values_behind(build.value_of_node, n)}))
+    if not values:
+        return
+    for value in values:
+        if not build.values[value].pinned:
+            build.values[value] = replace(build.values[value], role="mutation")
+    _append(build, _pseudo_op(build, "copy_back", "forward", values, ()), None)
+
+
+def _add_border(build: _Builder, device: str) -> int:
+    """The caller's turn: the loss and its gradient, which become the tangents."""
+    outputs = tuple(sorted({v.index for v in build.values if v.pinned}))
+    index = len(build.ops)
+    tangents: list[int] = []
+    for i, node in enumerate(build.joint.tangents):
+        if i not in build.loss.used_tangents:
+            continue
+        (tensor,) = tensors_of(node)
+        assert tensor is not None
+        nbytes = tensor.numel() * tensor.element_size()  # AOT makes a tangent dense before the backward reads it
+        value = _new_value(build, node.name, nbytes, index, "tangent", pinned=build.loss.tangents_held)
+        build.value_of_storage[storage_key(tensor)] = value
+        build.value_of_node[node] = value
+        build.base_of_value[value] = node
+        tangents.append(value)
+    if build.loss.held_bytes:
+        tangents.append(_new_value(build, "loss", build.loss.held_bytes, index, "output", pinned=True))
+    op = _pseudo_op(
+        build, "border", "border", outputs, tuple(tangents), known_workspace_bytes=build.loss.workspace_bytes
+    )
+    _append(build, op, None)
+    return index
+
+
+def _add_accumulate(build: _Builder, device: str, accumulate_grad: bool) -> None:
+    """Gradients are returned together and stay; autograd copies those that it cannot take over."""
+    joint = build.joint
+    pairs = [(p, g) for p, g in zip(joint.primals, joint.gradients, strict=True) if isinstance(g, fx.Node)]
+    values = tuple(sorted({v for _, g in pairs for v in values_behind(build.value_of_node, g)}))
+    for value in values:
+        if build.values[value].role not in ("output", "tangent"):
+            _pin(build, value, "gradient")
+    copies = 0 if accumulate_grad else gradients.copied_bytes(pairs)
+    _append(build, _pseudo_op(build, "accumulate", "backward", values, (), known_workspace_bytes=copies), None)

@@ -1,0 +1,61 @@
+"""May an op run again, and would it do the same? Unknown means no: such an op's results are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+# Namespaces whose ops are functional unless their schema or tags say otherwise. Custom libraries are not known to be.
+_KNOWN_NAMESPACES = frozenset({"aten", "prims"})
+
+
+def schema_of(node: fx.Node) -> Any:
+    return getattr(node.target, "_schema", None)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an op draws from a generator.
+
+    Attention ops carry the tag whatever their dropout; with probability 0 they draw nothing.
+    """
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    return not ("scaled_dot_product" in target.name() and _argument(node, "dropout_p", 0.0) == 0.0)
+
+
+def owns_generator(node: fx.Node) -> bool:
+    """Whether a random op draws from a generator of the user's instead of the device's default one."""
+    return _argument(node, "generator", None) is not None
+
+
+def why_not_recomputable(node: fx.Node, reads_mutated_input: str | None) -> str | None:
+    """Reason that an op of the forward must run once only, or None if it may be run again."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return f"{getattr(target, '__name__', target)} is not an operator that is known to be pure"
+    if target.namespace not in _KNOWN_NAMESPACES:
+        return f"custom operator {target.name()} is not known to be pure"
+    if target._schema.is_mutable:
+        return f"{target.name()} writes to its arguments"
+    if torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags:
+        return f"the shape or value of {target.name()} depends on data"
+    if owns_generator(node):
+        return f"{target.name()} draws from a generator of its own"
+    if reads_mutated_input is not None:
+        return f"it reads {reads_mutated_input}, which the forward overwrites"
+    return None
+
+
+def _argument(node: fx.Node, name: str, default: Any) -> Any:
+    """Value of a named argument of a call, positional or by keyword."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == name:
+            return node.args[i] if i < len(node.args) else default
+    return default

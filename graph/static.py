@@ -1,0 +1,58 @@
+"""Static bytes: what is alive during the whole step, whatever the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+
+def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """Tensor leaves of arguments or outputs, looking into dataclasses too."""
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+
+
+def static_bytes(model: nn.Module, args: Any, kwargs: Any, *, accumulate_grad: bool = False) -> Mapping[str, int]:
+    """Category -> bytes of distinct storages: parameters, buffers, inputs, and gradients that exist already."""
+    seen: set[int] = set()
+    parameters = list(model.parameters())
+    existing = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad) if accumulate_grad else 0
+    return {
+        "parameters": _storage_bytes(parameters, seen),
+        "buffers": _storage_bytes(model.buffers(), seen),
+        "inputs": _storage_bytes(tensors_in((args, kwargs)), seen),
+        "existing gradients": existing,
+    }
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    total = 0
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            total += sum(_storage_bytes([part], seen) for part in _sparse_parts(tensor))
+            continue
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total
+
+
+def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    return [tensor.crow_indices(), tensor.col_indices(), tensor.values()] if tensor.layout == torch.sparse_csr else []
+
+
+def devices_of(model: nn.Module, args: Any, kwargs: Any) -> set[torch.device]:
+    """Devices of the model's parameters, buffers and tensor inputs (0-dim CPU tensors may join any device)."""
+    tensors = [*model.parameters(), *model.buffers(), *tensors_in((args, kwargs))]
+    return {t.device for t in tensors if not (t.device.type == "cpu" and t.dim() == 0)} or {torch.device("cpu")}

@@ -1,0 +1,118 @@
+"""Every private name of PyTorch that placemat touches, and the versions in which it was seen to work (2.13.0).
+
+Nothing else in placemat imports from `torch._*`. docs/design.md says why this route was chosen over the public ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
+from torch._guards import TracingContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "TANGENTS_ARE_FREED",
+    "BackendCompilerFailed",
+    "FailOnRecompileLimitHit",
+    "TorchDynamoException",
+    "Unsupported",
+    "aot_backend",
+    "backward_node",
+    "clear_donated_buffers",
+    "compile_settings",
+    "disable_modes",
+    "forget_compiled",
+    "inside_functorch",
+    "is_tangent",
+    "mutated_input_of_output",
+]
+
+_LARGE = 1 << 30
+
+# Gradients of outputs reach a compiled backward in a list that it may empty; before torch 2.13 they lived to its end.
+TANGENTS_ARE_FREED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def aot_backend(partition: Callable[..., Any], fw_compiler: Callable[..., Any], bw_compiler: Callable[..., Any]) -> Any:
+    """A Dynamo backend that traces the joint graph and hands it to `partition`.
+
+    The contract `partition_fn(joint, inputs, *, num_fwd_outputs, static_lifetime_input_indices)` is the one of the
+    public "custom backends" documentation.
+    """
+    return aot_autograd(fw_compiler=fw_compiler, bw_compiler=bw_compiler, partition_fn=partition)
+
+
+@contextlib.contextmanager
+def compile_settings() -> Iterator[None]:
+    """Dynamo's settings while one of our modules is captured or compiled; the user's own are back afterwards."""
+    # A library that logs once from its forward would otherwise end the capture; nothing else of logging is ignored.
+    ignored = set(dynamo_config.ignore_logger_methods)
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is not None:
+        ignored.add(modeling.logger.warning_once)
+    with dynamo_config.patch(
+        recompile_limit=_LARGE,
+        accumulated_recompile_limit=_LARGE,
+        skip_nnmodule_hook_guards=False,
+        optimize_ddp=False,
+        ignore_logger_methods=ignored,
+        suppress_errors=False,
+    ):
+        yield
+
+
+def disable_modes() -> contextlib.AbstractContextManager[Any]:
+    """Leave fake-tensor and proxy modes: real tensors can be made inside."""
+    return _disable_current_modes()
+
+
+def clear_donated_buffers() -> None:
+    """While compiling: tell AOT that no saved tensor may be overwritten, so that backward(retain_graph=True) works."""
+    context = TracingContext.try_get()
+    if context is not None and context.fw_metadata is not None:
+        context.fw_metadata.bw_donated_idxs = []
+
+
+def is_tangent(placeholder: torch.fx.Node) -> bool:
+    """Whether a placeholder of a joint graph is the gradient of an output."""
+    return type(placeholder.meta.get("desc")).__name__ == "TangentAOTInput" or placeholder.name.startswith("tangents")
+
+
+def mutated_input_of_output(desc: Any) -> int | None:
+    """Index of the input whose new content an output carries, or None if the output is the user's."""
+    if type(desc).__name__ != "InputMutationAOTOutput":
+        return None
+    index: int = desc.mutated_input.idx
+    return index
+
+
+def backward_node(outputs: Any) -> Any:
+    """The autograd node of a compiled region, found from its outputs (a view output sits a step or two above it)."""
+    queue = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
+    seen = set()
+    while queue:
+        node = queue.pop(0)
+        if "CompiledFunctionBackward" in node.name():
+            return node
+        seen.add(node)
+        queue.extend(n for n, _ in node.next_functions if n is not None and n not in seen)
+    return None
+
+
+def inside_functorch() -> bool:
+    """Whether a torch.func transform (grad, vmap, jvp) is active."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def forget_compiled(function: Callable[..., Any]) -> None:
+    """Drop what Dynamo compiled for one function, and only that."""
+    torch._dynamo.reset_code(function.__code__)

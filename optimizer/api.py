@@ -1,0 +1,212 @@
+"""The public functions that take a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from placemat.cost_models import CostModel, default_cost_model
+from placemat.graph.errors import PlacematError, PlanMismatch
+from placemat.handle import Handle
+from placemat.pipeline import Planner, Progress, module_digest, the_device
+from placemat.plan import Plan
+from placemat.units import parse_bytes, parse_fraction
+
+Budget = int | str
+
+
+def optimize(
+    model: nn.Module,
+    budget_bytes: Budget | None = None,
+    example_args: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    budget_fraction: float | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    cost_model: CostModel | None = None,
+    reserved_bytes: Budget = 0,
+    accumulate_grad: bool = False,
+    time_limit_s: float = 60.0,
+    gap: float = 0.01,
+    progress: bool | Progress = False,
+) -> nn.Module:
+    """Make training steps of `model` fit a budget at the least extra time, in place; returns the same module.
+
+    The budget bounds the peak bytes of live tensor storage on the model's device during one training step (forward,
+    loss, backward), everything included: parameters, buffers, inputs, gradients, activations, outputs and their
+    gradients, temporaries and operator workspaces, and `reserved_bytes`.
+
+    Args:
+        model: trained as before. Its `forward` is replaced on the instance (see `restore`); `model.plan` is the plan.
+        budget_bytes: an int, or text such as "8 GiB" or "300 MB".
+        example_args, example_kwargs: one training call. Without them the first training call is planned when it comes.
+        budget_fraction: instead of budget_bytes: 0 is the smallest budget, 1 the peak without recomputation.
+        loss_fn: from the model's output to the loss, when the loss is outside the module: its memory is then planned
+            for, and only outputs that it reaches get gradients.
+        cost_model: seconds and workspace bytes of ops; by default a roofline model of the present device.
+        reserved_bytes: what the graph cannot see: optimizer state, communication buffers, allocator slack.
+        accumulate_grad: gradients exist already when a step starts (gradient accumulation).
+        time_limit_s, gap: when the solver may stop: after these seconds, or with an overhead proven this close to
+            the least.
+        progress: True prints a line per stage to standard error; a function gets the lines instead.
+
+    Raises:
+        BudgetTooSmall: with the smallest budget, its decomposition, the op that binds and its source line.
+        CaptureError: the forward is not one graph; names the user's file and line.
+        UnsupportedFeature, SolverFailed: see their messages.
+        PlacematError: the budget is no size.
+    """
+    planner = _planner(
+        model,
+        example_args,
+        example_kwargs,
+        budget_bytes=budget_bytes,
+        budget_fraction=budget_fraction,
+        loss_fn=loss_fn,
+        cost_model=cost_model,
+        reserved_bytes=reserved_bytes,
+        accumulate_grad=accumulate_grad,
+        time_limit_s=time_limit_s,
+        gap=gap,
+        progress=progress,
+    )
+    handle = Handle(model, planner)
+    if example_args is not None or example_kwargs is not None:
+        args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
+        handle.remember(planner.plan(model, original_forward(model), args, kwargs, known={}), args, kwargs)
+    _install(model, handle)
+    return model
+
+
+def plan(
+    model: nn.Module,
+    budget_bytes: Budget | None = None,
+    example_args: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Plan:
+    """The plan that `optimize` would follow for this call. Runs nothing and allocates no activations.
+
+    Options and errors are those of `optimize`. Model and inputs may be on the meta device if a cost model is given.
+    """
+    if example_args is None and example_kwargs is None:
+        raise PlacematError(
+            "plan() needs example inputs: plan(model, budget_bytes, (x, y), {'mask': mask}). Remedy: pass the "
+            "arguments of one "
+            "training call; fake or meta tensors do."
+        )
+    planner = _planner(model, example_args, example_kwargs, budget_bytes=budget_bytes, **options)
+    return planner.plan(model, original_forward(model), tuple(example_args or ()), dict(example_kwargs or {}), known={})
+
+
+def minimum_budget(
+    model: nn.Module,
+    example_args: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> int:
+    """Smallest budget, in bytes, for which `optimize` finds a plan for this call. Options and errors as for `plan`."""
+    if example_args is None and example_kwargs is None:
+        raise PlacematError("minimum_budget() needs example inputs. Remedy: pass the arguments of one training call.")
+    planner = _planner(model, example_args, example_kwargs, budget_fraction=0.0, **options)
+    stages = planner.stages(model, original_forward(model), tuple(example_args or ()), dict(example_kwargs or {}))
+    return planner.floor(stages).minimum_bytes
+
+
+def apply(model: nn.Module, plan: Plan) -> nn.Module:
+    """Follow a plan that was made before, perhaps in another process; in place, returns the same module.
+
+    Raises:
+        PlanMismatch: the module's parameters are not those that the plan is for. Whether the graph and the shapes are
+            is seen at the first training call, which raises PlanMismatch too if they are not.
+    """
+    digest = module_digest(model)
+    if digest != plan.module_digest:
+        raise PlanMismatch(
+            f"the plan is for a module with other parameters or buffers (digest {plan.module_digest[:12]}, this one "
+            f"has {digest[:12]}). Remedy: build the model as it was when the plan was made, or plan() again."
+        )
+    handle = Handle(model, None)
+    handle.add_plan(plan)
+    _install(model, handle)
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo `optimize` or `apply`: the module's forward is the original again. Returns the same module.
+
+    Raises:
+        PlacematError: the module is not optimized.
+    """
+    handle = model.__dict__.get("forward")
+    if not isinstance(handle, Handle):
+        raise PlacematError(f"{type(model).__name__} is not optimized, so there is nothing to restore.")
+    _uninstall(model, handle)
+    return model
+
+
+def original_forward(model: nn.Module) -> Callable[..., Any]:
+    """The module's forward as it is without placemat."""
+    present = model.__dict__.get("forward")
+    return present.original if isinstance(present, Handle) else model.forward
+
+
+def _install(model: nn.Module, handle: Handle) -> None:
+    present = model.__dict__.get("forward")
+    if isinstance(present, Handle):  # optimized again: the new plan replaces the old one
+        handle.replaced = present.replaced
+    model.forward = handle
+
+
+def _uninstall(model: nn.Module, handle: Handle) -> None:
+    if isinstance(model.__dict__.get("plan"), Plan):
+        del model.__dict__["plan"]
+    if handle.replaced is None:
+        del model.__dict__["forward"]
+    else:
+        model.forward = handle.replaced
+
+
+def _planner(
+    model: nn.Module,
+    example_args: Sequence[Any] | None,
+    example_kwargs: Mapping[str, Any] | None,
+    *,
+    budget_bytes: Budget | None = None,
+    budget_fraction: float | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    cost_model: CostModel | None = None,
+    reserved_bytes: Budget = 0,
+    accumulate_grad: bool = False,
+    time_limit_s: float = 60.0,
+    gap: float = 0.01,
+    progress: bool | Progress = False,
+) -> Planner:
+    if not isinstance(model, nn.Module):
+        raise PlacematError(f"expected a torch.nn.Module, got {type(model).__name__}.")
+    if (budget_bytes is None) == (budget_fraction is None):
+        raise PlacematError(
+            'give either budget_bytes (an int, or text such as "8 GiB") or budget_fraction (0 to 1), not both.'
+        )
+    device = the_device(model, example_args, example_kwargs)
+    return Planner(
+        cost_model=cost_model or default_cost_model(device.type),
+        budget_bytes=None if budget_bytes is None else parse_bytes(budget_bytes),
+        budget_fraction=None if budget_fraction is None else parse_fraction(budget_fraction),
+        loss_fn=loss_fn,
+        reserved_bytes=parse_bytes(reserved_bytes, "reserved_bytes", minimum=0),
+        accumulate_grad=accumulate_grad,
+        time_limit_s=time_limit_s,
+        gap=gap,
+        progress=_progress(progress),
+    )
+
+
+def _progress(progress: bool | Progress) -> Progress | None:
+    if progress is True:
+        return lambda line: print(f"placemat: {line}", file=sys.stderr, flush=True)
+    return progress or None

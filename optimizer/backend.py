@@ -1,0 +1,136 @@
+"""Backend: what Dynamo and AOTAutograd call to compile one of our modules, and what then runs.
+
+AOTAutograd traces the joint graph and keeps everything at its edges (mutation, aliasing, outputs); at the partition
+step the plan decides, and the two emitted functions run inside its autograd node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from placemat.codegen import Boxed, boxed_function
+from placemat.emit import EmittedStep, emit
+from placemat.graph import gradients, torch_private
+from placemat.graph.capture import input_names, make_joint
+from placemat.graph.errors import UnsupportedFeature
+from placemat.graph.joint import JointGraph
+from placemat.graph.lower import Lowering
+from placemat.schedule import Schedule
+
+# From the joint graph that is being compiled to its lowering under the plan, and the plan's schedule.
+Planner = Callable[[JointGraph], tuple[Lowering, Schedule]]
+
+
+class Backend:
+    """A Dynamo backend for one module. `planner` must not hold the module: Dynamo's cache would keep it alive.
+
+    `runs` counts forwards of emitted code, so that the handle notices a call that did not go through it.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.runs = 0
+
+    def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        names = input_names(graph_module)
+        emitted: dict[str, Any] = {}
+
+        def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+            lowering, schedule = self.planner(make_joint(joint, num_fwd_outputs, names))
+            step = emit(lowering, schedule)
+            emitted["backward"] = _backward(step, lowering)
+            return step.forward, step.backward
+
+        def compile_forward(forward: fx.GraphModule, example_inputs: Any) -> Boxed:
+            torch_private.clear_donated_buffers()
+            return self._counted(boxed_function(forward, "forward"))
+
+        def compile_backward(backward: fx.GraphModule, example_inputs: Any) -> Any:
+            torch_private.clear_donated_buffers()
+            return emitted["backward"]
+
+        compiled = torch_private.aot_backend(partition, compile_forward, compile_backward)(graph_module, inputs)
+
+        def run(*args: Any) -> Any:
+            outputs = compiled(*args)
+            guard_backward(outputs)
+            return outputs
+
+        return run
+
+    def _counted(self, forward: Boxed) -> Boxed:
+        def counted(args: list[Any]) -> list[Any]:
+            self.runs += 1
+            return forward(args)
+
+        counted._boxed_call = True  # type: ignore[attr-defined]
+        return counted
+
+
+def guard_backward(outputs: Any) -> None:
+    """Prepare the autograd node of a forward that just ran.
+
+    Gradients that the loss does not send stay None instead of zeros; a backward that is itself recorded for a second
+    derivative is refused, because PyTorch would return wrong values for some inputs without a word.
+    """
+    node = torch_private.backward_node(outputs)
+    if node is None:
+        return
+    node.set_materialize_grads(False)
+    node.register_prehook(_refuse_double_backward)
+
+
+def _refuse_double_backward(grads: Any) -> None:
+    if torch.is_grad_enabled():
+        raise UnsupportedFeature(
+            "double backward (create_graph=True, gradient penalties, higher-order gradients) through an optimized "
+            "module is not supported. Remedy: placemat.restore(model) for such steps, or wrap submodules in "
+            "torch.utils.checkpoint.checkpoint(use_reentrant=False) instead."
+        )
+
+
+def _backward(step: EmittedStep, lowering: Lowering) -> Boxed:
+    """The backward, specialized on demand for which tangents are there.
+
+    The plan covers the case that all tangents it knows are there; with fewer, calls only fall away.
+    """
+    planned = lowering.planned_tangents
+    variants: dict[tuple[bool, ...], Boxed] = {}
+
+    def backward(args: list[Any]) -> list[Any]:
+        present = tuple(a is not None for a in args[step.num_saved :])
+        if present not in variants:
+            _check_tangents(present, planned)
+            variants[present] = _specialized(step, present)
+        return variants[present](args)
+
+    backward._boxed_call = True  # type: ignore[attr-defined]
+    return backward
+
+
+def _check_tangents(present: Sequence[bool], planned: frozenset[int]) -> None:
+    surplus = [i for i, there in enumerate(present) if there and i not in planned]
+    if surplus:
+        raise UnsupportedFeature(
+            f"the backward sends a gradient into differentiable output(s) {surplus} of the model, but the plan was "
+            f"made for a loss_fn that reaches only {sorted(planned)}. Remedy: plan with the loss_fn that is trained "
+            "with, or without loss_fn, which plans for a gradient into every output."
+        )
+
+
+def _specialized(step: EmittedStep, present: Sequence[bool]) -> Boxed:
+    graph_module = fx.GraphModule(step.backward, fx.Graph())
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    graph.output(graph.graph_copy(step.backward.graph, copies))
+    for old, new in copies.items():
+        new.meta = dict(old.meta)
+    tangents = list(graph.find_nodes(op="placeholder"))[step.num_saved :]
+    absent = [t for t, there in zip(tangents, present, strict=True) if not there]
+    gradients.prune_tangents(graph, absent)
+    graph_module.graph = graph
+    return boxed_function(graph_module, "backward")

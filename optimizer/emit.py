@@ -1,0 +1,215 @@
+"""Emit: from a Schedule back to two FX graphs, the forward and the backward of the step.
+
+The forward is the schedule up to the border, the backward what follows it. Between them go the *bases* of the storages
+that the schedule holds at the border and the backward reads; views are applied again where they are needed, and are
+dropped with their storage, so that nothing outlives what the plan says. Recomputed ops are copies with the suffix
+`_recomputed`.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from placemat import rng
+from placemat.graph import batch_norm
+from placemat.graph.lower import Lowering
+from placemat.graph.storages import tensors_of
+from placemat.graph.torch_private import is_tangent
+from placemat.schedule import Compute, Free, Schedule
+
+
+@dataclass(frozen=True)
+class EmittedStep:
+    """Forward: primals -> (forward outputs, saved). Backward: (saved, tangents) -> gradients of the primals."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_saved: int
+
+
+def emit(lowering: Lowering, schedule: Schedule) -> EmittedStep:
+    """Graphs that run a schedule which the referee accepted."""
+    border = next(i for i, s in enumerate(schedule.steps) if s == Compute(lowering.graph.border))
+    forward = _Side(lowering, set())
+    for node in lowering.joint.primals:
+        forward.add_placeholder(node)
+    for step in schedule.steps[:border]:
+        forward.run(step)
+    backward = _Side(lowering, set(forward.computed))
+    for step in schedule.steps[border + 1 :]:
+        backward.run(step)
+    gradients = [backward.get(g) if isinstance(g, fx.Node) else g for g in lowering.joint.gradients]
+    saved = list(backward.saved)
+    forward.graph.output((*forward.outputs(), *(forward.get_saved(n) for n in saved)))
+    _add_tangents(backward)
+    backward.graph.output(tuple(gradients))
+    owner = lowering.joint.graph_module
+    return EmittedStep(fx.GraphModule(owner, forward.graph), fx.GraphModule(owner, backward.graph), len(saved))
+
+
+def _add_tangents(backward: _Side) -> None:
+    """All tangents, in order, after the saved tensors: AOT passes each, used or not."""
+    for node in backward.lowering.joint.tangents:
+        used = backward.tangents.get(node)
+        fresh = backward.add_placeholder(node)
+        if used is not None:
+            used.replace_all_uses_with(fresh)
+            backward.graph.erase_node(used)
+
+
+@dataclass
+class _Side:
+    """One of the two graphs while it is written.
+
+    `env` maps nodes of the joint graph to their present copy here; freeing or recomputing a value removes the entries
+    of its storage. `saved` are joint nodes (or rng-state pseudo-ops) that this side expects from the forward.
+    """
+
+    lowering: Lowering
+    computed: set[int]  # ops that ran at least once
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    env: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    states: dict[int, fx.Node] = field(default_factory=dict)  # value of a generator state -> its node here
+    saved: dict[fx.Node | int, fx.Node] = field(default_factory=dict)
+    tangents: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    last_placeholder: fx.Node | None = None
+    results: list[Any] | None = None  # outputs of the forward, once they are all there
+    names_of_value: dict[int, list[fx.Node]] = field(default_factory=dict)
+
+    def run(self, step: Compute | Free) -> None:
+        if isinstance(step, Free):
+            self.forget(step.value)
+        else:
+            self.compute(step.op)
+
+    def compute(self, index: int) -> None:
+        op = self.lowering.graph.ops[index]
+        node = self.lowering.node_of_op[index]
+        again = index in self.computed
+        self.computed.add(index)
+        if op.target == "placemat.rng_state":
+            (state,) = op.outputs
+            random = self.lowering.node_of_op[index + 1]
+            assert random is not None
+            self.states[state] = self.add_rng_state(random, op.name)
+        if op.target == "placemat.copy_back":
+            self.results = self.outputs()
+        if node is None:
+            return
+        copy = self.call_again(index, node) if again else self.graph.node_copy(node, self.get)
+        if again:
+            for value in op.outputs:
+                self.forget(value)
+        self.bind(node, copy)
+        self.add_results(node, copy)
+
+    def call_again(self, index: int, node: fx.Node) -> fx.Node:
+        """A recomputation: the same call; a random op with the state it had, BatchNorm without its statistics."""
+        target: Any = node.target
+        args, kwargs = node.args, node.kwargs
+        if batch_norm.replays_without_statistics(node):
+            target, args = batch_norm.replay_call(node)
+        args, kwargs = fx.map_arg(args, self.get), fx.map_arg(kwargs, self.get)
+        state = self.lowering.state_of_op.get(index)
+        if state is not None:
+            args = (self.get_state(state), *rng_device(node), target, *args)
+            target = rng.replay
+        copy = self.graph.create_node("call_function", target, args, kwargs, name=f"{node.name}_recomputed")
+        copy.meta = dict(node.meta)
+        if target is batch_norm.NO_STATS:
+            copy.meta["val"] = node.meta["val"][:3]
+        return copy
+
+    def add_results(self, node: fx.Node, copy: fx.Node) -> None:
+        """Name the results of an op with several outputs right away, so that each storage lives on its own."""
+        results = copy.meta.get("val")
+        if not isinstance(results, (list, tuple)):
+            return
+        for user in node.users:
+            if user.target is operator.getitem and user.args[1] < len(results):  # type: ignore[operator]
+                result = self.graph.call_function(operator.getitem, (copy, user.args[1]))
+                result.meta = dict(user.meta)
+                self.bind(user, result)
+                self.add_results(user, result)
+
+    def get(self, node: fx.Node) -> fx.Node:
+        """The present copy of a joint node: at hand, a view to apply again, or a tensor saved by the forward."""
+        if node in self.env:
+            return self.env[node]
+        value = self.lowering.value_of_node.get(node)
+        is_base = value is not None and self.lowering.base_of_value.get(value) is node
+        if node.op == "placeholder" or is_base:
+            return self.bind(node, self.add_saved(node))
+        assert node not in self.lowering.op_of_node, f"{node} is read where the schedule does not hold it"
+        return self.bind(node, self.graph.node_copy(node, self.get))  # a view, or an attribute
+
+    def bind(self, node: fx.Node, copy: fx.Node) -> fx.Node:
+        self.env[node] = copy
+        value = self.lowering.value_of_node.get(node)
+        if value is not None:
+            self.names_of_value.setdefault(value, []).append(node)
+        return copy
+
+    def outputs(self) -> list[Any]:
+        """The forward's outputs. New contents of overwritten inputs are taken before the schedule drops them."""
+        if self.results is None:
+            self.results = [self.get(o) if isinstance(o, fx.Node) else o for o in self.lowering.joint.forward_outputs]
+        return self.results
+
+    def get_state(self, value: int) -> fx.Node:
+        if value not in self.states:
+            self.states[value] = self.add_saved(value)
+        return self.states[value]
+
+    def get_saved(self, key: fx.Node | int) -> fx.Node:
+        return self.states[key] if isinstance(key, int) else self.get(key)
+
+    def forget(self, value: int) -> None:
+        """A storage is gone: so are the names of it and of its views."""
+        self.states.pop(value, None)
+        for node in self.names_of_value.pop(value, ()):
+            self.env.pop(node, None)
+
+    def add_placeholder(self, node: fx.Node) -> fx.Node:
+        copy = self._insert_placeholder(node.name)
+        copy.meta = dict(node.meta)
+        return self.bind(node, copy)
+
+    def add_saved(self, key: fx.Node | int) -> fx.Node:
+        name = key.name if isinstance(key, fx.Node) else self.lowering.graph.values[key].name
+        copy = self._insert_placeholder(name)
+        copy.meta = dict(key.meta) if isinstance(key, fx.Node) else {"val": self.lowering.fake_rng_state}
+        if isinstance(key, fx.Node) and is_tangent(key):
+            self.tangents[key] = copy
+        else:
+            self.saved[key] = copy
+        return copy
+
+    def _insert_placeholder(self, name: str) -> fx.Node:
+        anchor = self.last_placeholder
+        first = next(iter(self.graph.nodes), None)
+        if anchor is not None:
+            with self.graph.inserting_after(anchor):
+                copy = self.graph.placeholder(name)
+        elif first is not None:
+            with self.graph.inserting_before(first):
+                copy = self.graph.placeholder(name)
+        else:
+            copy = self.graph.placeholder(name)
+        self.last_placeholder = copy
+        return copy
+
+    def add_rng_state(self, random: fx.Node, name: str) -> fx.Node:
+        state = self.graph.create_node("call_function", rng.save_state, rng_device(random), {}, name=name)
+        state.meta = {"val": self.lowering.fake_rng_state}
+        return state
+
+
+def rng_device(node: fx.Node) -> tuple[str, int | None]:
+    """Device type and ordinal of the generator that a random op draws from."""
+    tensor = next(t for t in tensors_of(node) if t is not None)
+    return tensor.device.type, tensor.device.index

@@ -1,0 +1,203 @@
+"""Handle: what stands in for `forward` on an optimized module.
+
+It lives in the instance's `__dict__` under "forward", so the module keeps its class, parameters, keys, hooks and
+identity; deepcopy and pickle take it along with its plans. It decides per call which of three things runs: the original
+forward (no gradients wanted, or the budget is ample), the planned code, or a refusal. Never an unplanned run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from placemat.backend import Backend
+from placemat.graph import torch_private
+from placemat.graph.capture import capture, make_entry, reported
+from placemat.graph.errors import PlanMismatch, UnsupportedFeature
+from placemat.graph.joint import JointGraph
+from placemat.graph.lower import Lowering
+from placemat.graph.static import tensors_in
+from placemat.pipeline import Planner, relower
+from placemat.plan import Plan
+from placemat.schedule import Schedule
+
+log = logging.getLogger("placemat")
+
+
+class Handle:
+    """Callable replacement of `module.forward`.
+
+    Attributes:
+        module: the module itself.
+        original: the forward that was there before (bound).
+        planner: makes a plan for a call that has none, or None when the plan was given and must fit (`apply`).
+        plans: graph fingerprint -> Plan.
+        plan: the latest plan, or None before the first one.
+    """
+
+    def __init__(self, module: nn.Module, planner: Planner | None) -> None:
+        self.module = module
+        self.replaced = module.__dict__.get("forward")
+        self.planner = planner
+        self.plans: dict[str, Plan] = {}
+        self.plan: Plan | None = None
+        self._start()
+
+    def _start(self) -> None:
+        """State that belongs to this process: compiled code and which calls were seen."""
+        self._decisions: dict[Any, bool] = {}  # call key -> whether the original forward runs
+        self._compiled_keys: set[Any] = set()
+        self._entry = make_entry()
+        self._backend = Backend(_weak_planner(self))
+        self._compiled = torch.compile(self._entry, backend=self._backend, fullgraph=True, dynamic=False)
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        if self.replaced is not None:
+            return self.replaced
+        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return forward
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    @property
+    def __code__(self) -> Any:
+        return getattr(self.original, "__code__", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: self.__dict__[k] for k in ("module", "replaced", "planner", "plans", "plan")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def add_plan(self, plan: Plan) -> None:
+        """Take a plan; it is also `module.plan`, unless the user's module has something else under that name."""
+        self.plans[plan.fingerprint] = plan
+        self.plan = plan
+        present = self.module.__dict__.get("plan")
+        if isinstance(present, Plan) or not hasattr(self.module, "plan"):
+            self.module.__dict__["plan"] = plan
+
+    def remember(self, plan: Plan, args: Any, kwargs: Any) -> None:
+        """Take a plan for calls like this one."""
+        self.add_plan(plan)
+        self._decisions[call_key(self.module, args, kwargs)] = plan.runs_original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        if torch_private.inside_functorch():
+            raise UnsupportedFeature(
+                "torch.func transforms (grad, vmap, jvp) over an optimized module are not supported. Remedy: "
+                "placemat.restore(model) before, or optimize a module that is called inside none."
+            )
+        key = call_key(self.module, args, kwargs)
+        if key not in self._decisions:
+            self._decisions[key] = self._decide(args, kwargs)
+        if self._decisions[key]:
+            return self.original(*args, **kwargs)
+        return self._run_planned(key, args, kwargs)
+
+    def _decide(self, args: Any, kwargs: Any) -> bool:
+        """Whether the original forward serves this kind of call; plans for it if nothing is known yet."""
+        wanted = [*self.module.parameters(), *tensors_in((args, kwargs))]
+        if not any(t.requires_grad for t in wanted):
+            return True
+        if self.planner is None:
+            (plan,) = self.plans.values()
+            if plan.runs_original:
+                _check_fingerprint(plan, capture(self.original, args, kwargs).fingerprint)
+            return plan.runs_original
+        plan = self.planner.plan(self.module, self.original, args, kwargs, known=self.plans)
+        if plan.fingerprint not in self.plans and self.plans:
+            log.warning("placemat: new input shapes or flags, planned again under the same budget: %s", plan)
+        self.add_plan(plan)
+        return plan.runs_original
+
+    def _run_planned(self, key: Any, args: Any, kwargs: Any) -> Any:
+        runs = self._backend.runs
+        if key in self._compiled_keys:
+            output = self._compiled(self.original, args, kwargs)
+        else:
+            with torch_private.compile_settings(), reported(self.original):
+                output = self._compiled(self.original, args, kwargs)
+            self._compiled_keys.add(key)
+        if self._backend.runs == runs:
+            raise UnsupportedFeature(
+                "the planned code did not run: something turned torch.compile off for this call (a compiler stance "
+                "such as force_eager, or torch._dynamo.config.disable). Remedy: take that setting away, or "
+                "placemat.restore(model)."
+            )
+        return output
+
+    def schedule_for(self, joint: JointGraph) -> tuple[Lowering, Schedule]:
+        """The plan of a graph that is being compiled."""
+        plan = self.plans.get(joint.fingerprint)
+        if plan is None and self.planner is None:
+            (given,) = self.plans.values()
+            _check_fingerprint(given, joint.fingerprint)
+        if plan is None:
+            raise UnsupportedFeature(
+                "PyTorch captured another graph for this call than the one that was planned, although shapes and "
+                "flags are the same: Python state outside the arguments decides what the forward does. Remedy: "
+                "pass that state as an argument."
+            )
+        return relower(joint, plan), plan.schedule
+
+
+def _weak_planner(handle: Handle) -> Callable[[JointGraph], tuple[Lowering, Schedule]]:
+    reference = weakref.ref(handle)
+
+    def planner(joint: JointGraph) -> tuple[Lowering, Schedule]:
+        alive = reference()
+        assert alive is not None, "a module compiles only while it is called"
+        return alive.schedule_for(joint)
+
+    return planner
+
+
+def _check_fingerprint(plan: Plan, fingerprint: str) -> None:
+    if plan.fingerprint != fingerprint:
+        raise PlanMismatch(
+            f"the plan was made for graph {plan.fingerprint[:12]} (torch {plan.torch_version}), but this model with "
+            f"these inputs gives graph {fingerprint[:12]} on torch {torch.__version__}: another model, other "
+            "shapes, dtypes or flags, or another torch version. Remedy: plan() again for this call."
+        )
+
+
+def call_key(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What tells calls apart that need plans of their own: shapes, dtypes, plain values, modes and flags."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    device = "cpu" if not torch.cuda.is_available() else "cuda"
+    return (
+        structure,
+        tuple(_leaf_key(leaf) for leaf in leaves),
+        tuple(m.training for m in module.modules()),
+        tuple(p.requires_grad for p in module.parameters()),
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+    )
+
+
+def _leaf_key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return (
+            leaf.shape,
+            leaf.dtype,
+            leaf.device,
+            leaf.requires_grad,
+            leaf.stride() if leaf.layout == torch.strided else leaf.layout,
+        )
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device)):
+        return (type(leaf), leaf)
+    return type(leaf)

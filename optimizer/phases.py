@@ -1,0 +1,211 @@
+"""Phases: where a step is cut, and what may be wanted until when. It fixes the family of schedules that is searched.
+
+Phases 0 = k_0 < ... < k_P = T. In a phase after the one of its first run an op may be recomputed once, before any step
+of the phase; recomputations before the same step run in index order. P = 2 cut at the border is "kept, or recomputed
+once in backward"; P = T is the stage-wise family of Checkmate (Jain et al., MLSys 2020, arXiv 1910.02653).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from placemat.problem import Problem
+
+# Without a border nothing says where recomputation pays; even phases of a twentieth of the step were found to.
+DEFAULT_EVEN_PHASES = 20
+
+PhasesArgument = int | Sequence[int] | Literal["every"] | None
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Cut positions k_0 .. k_P, the phase of every step, and the name of the family in words."""
+
+    cuts: tuple[int, ...]
+    phase_of: tuple[int, ...]
+    family: str
+
+    @property
+    def num_phases(self) -> int:
+        return len(self.cuts) - 1
+
+    @property
+    def is_stepwise(self) -> bool:
+        """Every phase has one step."""
+        return self.num_phases == len(self.phase_of)
+
+    def steps(self, phase: int) -> range:
+        return range(self.cuts[phase], self.cuts[phase + 1])
+
+    def last_step(self, phase: int) -> int:
+        return self.cuts[phase + 1] - 1
+
+
+def make_phases(problem: Problem, phases: PhasesArgument = None) -> Phases:
+    """Cut the step into phases.
+
+    Args:
+        problem: its `border` is a cut, if it has one.
+        phases: None is P = 2 cut at the border, without a border 20 even phases; an int P is P phases: with a border
+            one forward phase and P - 1 even ones after it, without a border even ones; "every" gives every step its
+            own; a list gives the cut positions between 0 and T.
+
+    Raises:
+        ValueError: P is not in 1..T, or the cuts are not ascending inside the step.
+    """
+    num_steps = problem.num_steps
+    has_border = problem.border is not None and 0 < problem.border < num_steps
+    if phases is None:
+        phases = 2 if has_border else min(DEFAULT_EVEN_PHASES, num_steps)
+    if isinstance(phases, int):
+        return _counted(problem, phases)
+    if isinstance(phases, str):
+        if phases != "every":
+            raise ValueError(f'`phases` must be a number, a list of cuts or "every", got {phases!r}')
+        return _at(range(1, num_steps), num_steps, f"P={num_steps}, every step its own phase")
+    return _at(phases, num_steps, f"P={len(phases) + 1}, cut at {', '.join(map(str, phases))}")
+
+
+def _counted(problem: Problem, count: int) -> Phases:
+    num_steps, border = problem.num_steps, problem.border
+    if not 1 <= count <= max(num_steps, 1):
+        raise ValueError(f"`phases` must be between 1 and the number of steps, {num_steps}; got {count}")
+    if count == num_steps:
+        return _at(range(1, num_steps), num_steps, f"P={num_steps}, every step its own phase")
+    if border is None or not 0 < border < num_steps or count == 1:
+        return _at(_even(0, num_steps, count), num_steps, f"P={count}, even phases")
+    backward = min(count - 1, num_steps - border)
+    cuts = [*_even(0, border, count - backward), border, *_even(border, num_steps, backward)]
+    if count == 2:
+        return _at(cuts, num_steps, "P=2 at the border")
+    return _at(cuts, num_steps, f"P={count}, {count - backward} before the border")
+
+
+def _even(start: int, stop: int, count: int) -> list[int]:
+    """Inner cuts of `count` even parts."""
+    return [start + (stop - start) * i // count for i in range(1, count)]
+
+
+def _at(cuts: Sequence[int], num_steps: int, family: str) -> Phases:
+    bounds = (0, *cuts, num_steps) if num_steps else (0,)
+    if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+        raise ValueError(f"cuts must ascend between 0 and {num_steps}, got {list(cuts)}")
+    phase_of = tuple(p for p, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)) for _ in range(a, b))
+    return Phases(bounds, phase_of, family)
+
+
+@dataclass(frozen=True)
+class Wants:
+    """Who may want what, and until when.
+
+    Attributes:
+        uses: per value, steps whose first run reads it, ascending.
+        readers: per value, recomputable ops whose recomputation reads it, ascending.
+        last_phase: per value, L(v): last phase in which anything may read it.
+        op_last_phase: per op, L(o): the largest L of its unpinned outputs; its own phase if it may not be recomputed.
+        rises: (op, phase) -> steps, ascending, before which a recomputation in that phase can be of use.
+        value_rises: (unpinned value, phase) -> those of them before which a copy of this value can be.
+    """
+
+    uses: tuple[tuple[int, ...], ...]
+    readers: tuple[tuple[int, ...], ...]
+    last_phase: tuple[int, ...]
+    op_last_phase: tuple[int, ...]
+    rises: dict[tuple[int, int], tuple[int, ...]]
+    value_rises: dict[tuple[int, int], tuple[int, ...]]
+
+
+def find_wants(problem: Problem, phases: Phases, *, window: int | None = None) -> Wants:
+    """The last wants of a family, in reverse order.
+
+    Args:
+        problem: ops and values.
+        phases: where the step is cut.
+        window: None for the whole family: a recomputation may run before any step of the phase. A number restricts it
+            to the last `window` *candidates*: a first run that reads an output, the candidates of a recomputation that
+            reads one, or the end of the phase if a copy may be carried on.
+    """
+    uses: list[list[int]] = [[] for _ in problem.values]
+    readers: list[list[int]] = [[] for _ in problem.values]
+    for step, op in enumerate(problem.ops):
+        for v in op.inputs:
+            uses[v].append(step)
+        if op.recomputable:
+            for v in op.recompute_inputs:
+                readers[v].append(step)
+    last_phase, op_last_phase = _last_phases(problem, phases, uses, readers)
+    rises, value_rises = _rises(problem, phases, uses, op_last_phase, last_phase, window)
+    return Wants(tuple(map(tuple, uses)), tuple(map(tuple, readers)), last_phase, op_last_phase, rises, value_rises)
+
+
+def _last_phases(
+    problem: Problem, phases: Phases, uses: list[list[int]], readers: list[list[int]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """L(v) = max of p(u) over first-run readers u and L(w) over recomputable readers w; L(o) = max L of its outputs."""
+    last = [0] * len(problem.values)
+    op_last = list(phases.phase_of)
+    for step in range(problem.num_steps - 1, -1, -1):
+        op = problem.ops[step]
+        for v in op.outputs:
+            last[v] = max([phases.phase_of[step], *(phases.phase_of[u] for u in uses[v])])
+            last[v] = max([last[v], *(op_last[w] for w in readers[v])])
+            if op.recomputable and not problem.values[v].pinned:
+                op_last[step] = max(op_last[step], last[v])
+    return tuple(last), tuple(op_last)
+
+
+Steps = dict[tuple[int, int], tuple[int, ...]]
+
+
+def _rises(
+    problem: Problem,
+    phases: Phases,
+    uses: list[list[int]],
+    op_last: tuple[int, ...],
+    last: tuple[int, ...],
+    window: int | None,
+) -> tuple[Steps, Steps]:
+    """Steps at which Y and y may rise.
+
+    A copy that comes after the first first-run use in its phase is one too many: for that use the value was carried
+    in, or an earlier copy was there. So the last rise is that use; without one, the last rise of any reader, or the
+    end of the phase if the copy may be carried on.
+    """
+    first_use: dict[tuple[int, int], int] = {}
+    candidates: dict[tuple[int, int], int] = {}  # (value, phase) -> bit mask of steps
+    for v, steps in enumerate(uses):
+        for u in reversed(steps):
+            first_use[v, phases.phase_of[u]] = u
+            candidates[v, phases.phase_of[u]] = candidates.get((v, phases.phase_of[u]), 0) | 1 << u
+    latest: dict[tuple[int, int], int] = {}  # over the readers that recompute in that phase
+    rises: Steps = {}
+    value_rises: Steps = {}
+    for step in range(problem.num_steps - 1, -1, -1):
+        op = problem.ops[step]
+        for p in range(phases.phase_of[step] + 1, op_last[step] + 1):
+            ends, mask = {}, 0
+            for v in op.outputs:
+                if problem.values[v].pinned:
+                    continue
+                end = phases.last_step(p) if p < last[v] else latest.get((v, p), -1)
+                mask |= candidates.get((v, p), 0) | (1 << end if p < last[v] else 0)
+                ends[v] = first_use.get((v, p), end)
+            end = max(ends.values())
+            if end < 0:
+                continue
+            mask &= (2 << end) - 1
+            allowed = range(phases.cuts[p], end + 1) if window is None else _set_bits(mask)[-window:]
+            rises[step, p] = tuple(allowed)
+            for v, value_end in ends.items():
+                if value_end >= 0:
+                    value_rises[v, p] = tuple(t for t in allowed if t <= value_end)
+            for v in op.recompute_inputs:
+                latest[v, p] = max(latest.get((v, p), -1), end)
+                candidates[v, p] = candidates.get((v, p), 0) | mask
+    return rises, value_rises
+
+
+def _set_bits(mask: int) -> list[int]:
+    return [i for i, bit in enumerate(reversed(bin(mask))) if bit == "1"]

@@ -1,0 +1,306 @@
+"""The pipeline: capture -> lower -> cost -> solve -> plan. Every stage's result is a frozen value."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from placemat.baselines import save_all
+from placemat.cost_models.base import CostModel, Costs, cost_graph
+from placemat.floor import Floor, minimum_budget
+from placemat.graph.capture import capture
+from placemat.graph.errors import BudgetTooSmall, PlanMismatch, UnsupportedFeature
+from placemat.graph.joint import JointGraph
+from placemat.graph.loss import capture_loss
+from placemat.graph.lower import LossRegion, Lowering, lower
+from placemat.graph.static import devices_of, static_bytes, tensors_in
+from placemat.plan import Plan, build_plan, peak_breakdown
+from placemat.problem import Problem
+from placemat.simulate import simulate
+from placemat.solve import solve
+from placemat.units import format_bytes
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What planning knows of a call before a budget is looked at.
+
+    Attributes:
+        lowering: ops and values, and the way back to the captured graph.
+        costs: seconds and workspaces per op.
+        problem: the rematerialization instance.
+        loss: what the caller does between forward and backward.
+        keep_everything_bytes: peak of the emitted step without recomputation.
+        eager_bound_bytes: no step with the original forward needs more.
+        capture_seconds: time that capturing took.
+    """
+
+    lowering: Lowering
+    costs: Costs
+    problem: Problem
+    loss: LossRegion
+    keep_everything_bytes: int
+    eager_bound_bytes: int
+    capture_seconds: float
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Everything that was asked for, ready to plan any call of a module. Picklable if its functions are."""
+
+    cost_model: CostModel
+    budget_bytes: int | None = None
+    budget_fraction: float | None = None
+    loss_fn: Callable[[Any], torch.Tensor] | None = None
+    reserved_bytes: int = 0
+    accumulate_grad: bool = False
+    time_limit_s: float = 60.0
+    gap: float = 0.01
+    progress: Progress | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "progress": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def plan(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        known: Mapping[str, Plan],
+    ) -> Plan:
+        """Plan one kind of call; a plan in `known` (by graph fingerprint) is taken as it is.
+
+        Raises:
+            CaptureError, UnsupportedFeature: the call cannot be planned.
+            BudgetTooSmall: no plan fits the budget.
+            SolverFailed: the solver found none in its time.
+        """
+        joint, capture_seconds = self._capture(model, forward, args, kwargs)
+        if joint.fingerprint in known:
+            return known[joint.fingerprint]
+        stages = self._stages(joint, capture_seconds, model, forward, args, kwargs)
+        floor = self.floor(stages)
+        budget_bytes = self._budget(stages, floor)
+        try:
+            result = solve(
+                stages.problem,
+                budget_bytes,
+                time_limit_s=self.time_limit_s,
+                gap=self.gap,
+                warm_start=floor.schedule,
+                progress=self.progress,
+            )
+        except BudgetTooSmall:
+            raise _too_small(stages, floor, budget_bytes, self.reserved_bytes) from None
+        return build_plan(
+            stages.lowering.graph,
+            stages.costs,
+            stages.problem,
+            result,
+            budget_bytes=budget_bytes,
+            reserved_bytes=self.reserved_bytes,
+            floor_bytes=floor.minimum_bytes,
+            floor_proven=floor.proven,
+            keep_everything_bytes=stages.keep_everything_bytes,
+            capture_seconds=stages.capture_seconds,
+            module_digest=module_digest(model),
+            input_digest=input_digest(args, kwargs),
+            runs_original=budget_bytes >= stages.eager_bound_bytes,
+            eager_bound_bytes=stages.eager_bound_bytes,
+            options=self._options(stages),
+        )
+
+    def stages(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Stages:
+        """Capture, lower and cost one kind of call."""
+        joint, capture_seconds = self._capture(model, forward, args, kwargs)
+        return self._stages(joint, capture_seconds, model, forward, args, kwargs)
+
+    def floor(self, stages: Stages) -> Floor:
+        """Least peak of a plan for these stages. Found once per process and problem."""
+        if stages.problem not in _FLOORS:
+            self._say("finding the smallest budget")
+            _FLOORS[stages.problem] = minimum_budget(
+                stages.problem, time_limit_s=self.time_limit_s, progress=self.progress
+            )
+            while len(_FLOORS) > _MOST_FLOORS:
+                del _FLOORS[next(iter(_FLOORS))]
+        return _FLOORS[stages.problem]
+
+    def _capture(
+        self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[JointGraph, float]:
+        the_device(model, args, kwargs)
+        check_trainable(model, args, kwargs)
+        self._say("capturing the model")
+        started = time.perf_counter()
+        joint = capture(forward, args, kwargs)
+        return joint, time.perf_counter() - started
+
+    def _stages(
+        self,
+        joint: JointGraph,
+        capture_seconds: float,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Stages:
+        started = time.perf_counter()
+        loss = LossRegion(frozenset(range(len(joint.tangents))))
+        if self.loss_fn is not None:
+            self._say("capturing the loss")
+            loss = capture_loss(joint, forward, self.loss_fn, args, kwargs)
+        capture_seconds += time.perf_counter() - started
+        lowering = lower(
+            joint,
+            device=the_device(model, args, kwargs).type,
+            static_bytes=static_bytes(model, args, kwargs, accumulate_grad=self.accumulate_grad),
+            loss=loss,
+            accumulate_grad=self.accumulate_grad,
+        )
+        self._say(f"costing {len(lowering.graph.ops)} ops")
+        costs = cost_graph(self.cost_model, lowering.graph)
+        problem = Problem.from_op_graph(lowering.graph, costs, reserved_bytes=self.reserved_bytes)
+        peak_bytes = simulate(problem, save_all(problem)).peak_bytes
+        return Stages(lowering, costs, problem, loss, peak_bytes, eager_bound(problem), capture_seconds)
+
+    def _budget(self, stages: Stages, floor: Floor) -> int:
+        if self.budget_bytes is not None:
+            return self.budget_bytes
+        assert self.budget_fraction is not None
+        room = max(0, stages.keep_everything_bytes - floor.minimum_bytes)
+        return floor.minimum_bytes + int(self.budget_fraction * room)
+
+    def _options(self, stages: Stages) -> dict[str, Any]:
+        return {
+            "budget_fraction": self.budget_fraction,
+            "loss_fn": self.loss_fn is not None,
+            "used_tangents": sorted(stages.loss.used_tangents),
+            "loss_workspace_bytes": stages.loss.workspace_bytes,
+            "loss_held_bytes": stages.loss.held_bytes,
+            "tangents_held": stages.loss.tangents_held,
+            "accumulate_grad": self.accumulate_grad,
+            "time_limit_s": self.time_limit_s,
+            "gap": self.gap,
+        }
+
+    def _say(self, what: str) -> None:
+        if self.progress is not None:
+            self.progress(what)
+
+
+# A floor takes seconds, and the budgets that people ask for come from it: what minimum_budget() said must hold for the
+# optimize() that follows.
+_FLOORS: dict[Problem, Floor] = {}
+_MOST_FLOORS = 32
+
+
+def relower(joint: JointGraph, plan: Plan) -> Lowering:
+    """Lower a graph that is being compiled as it was lowered for its plan.
+
+    Raises:
+        PlanMismatch: the plan's steps do not fit the graph (the plan is of another placemat version).
+    """
+    options = plan.options
+    lowering = lower(
+        joint,
+        device=plan.device,
+        static_bytes=plan.static_bytes,
+        loss=LossRegion(
+            frozenset(options["used_tangents"]),
+            options["loss_workspace_bytes"],
+            options["loss_held_bytes"],
+            options["tangents_held"],
+        ),
+        accumulate_grad=options["accumulate_grad"],
+    )
+    planned_ops = 1 + max(plan.schedule.computes)
+    if planned_ops != len(lowering.graph.ops):
+        raise PlanMismatch(
+            f"the plan schedules {planned_ops} ops and this placemat makes {len(lowering.graph.ops)} of the same "
+            f"graph: it was saved by placemat {plan.placemat_version}. Remedy: plan() again."
+        )
+    return lowering
+
+
+def eager_bound(problem: Problem) -> int:
+    """Bytes that no step with the original forward exceeds: nothing is freed before the step is over.
+
+    Eager frees earlier, but when depends on Python locals and on what autograd saves; this bound needs to know neither.
+    """
+    values = sum(v.bytes for v in problem.values)
+    return problem.static_bytes + values + max((op.workspace_bytes for op in problem.ops), default=0)
+
+
+def the_device(model: nn.Module, args: Any, kwargs: Any) -> torch.device:
+    """The one device of model and inputs.
+
+    Raises:
+        UnsupportedFeature: there are several.
+    """
+    devices = devices_of(model, args, kwargs)
+    if len(devices) > 1:
+        raise UnsupportedFeature(
+            f"model and inputs are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); a budget is "
+            "about one. Remedy: move all of them to one device."
+        )
+    return devices.pop()
+
+
+def check_trainable(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuse a call that has no backward, before anything is captured."""
+    if not any(t.requires_grad for t in (*model.parameters(), *tensors_in((args, kwargs)))):
+        raise UnsupportedFeature(
+            "nothing to train: no parameter of the model and no input requires a gradient, so there is no backward to "
+            "plan for. Remedy: set requires_grad on what is trained."
+        )
+
+
+def module_digest(model: nn.Module) -> str:
+    """sha256 over names, shapes and dtypes of the module's parameters and buffers."""
+    rows = [f"{n}|{tuple(t.shape)}|{t.dtype}" for n, t in (*model.named_parameters(), *model.named_buffers())]
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+
+
+def input_digest(args: Any, kwargs: Any) -> str:
+    """sha256 over shapes and dtypes of the tensor inputs."""
+    rows = [f"{tuple(t.shape)}|{t.dtype}" for t in tensors_in((args, kwargs))]
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+
+
+def _too_small(stages: Stages, floor: Floor, budget_bytes: int, reserved_bytes: int) -> BudgetTooSmall:
+    """The floor's answer, with the decomposition at the binding step and the user's line."""
+    graph = stages.lowering.graph
+    simulation = simulate(stages.problem, floor.schedule)
+    breakdown = peak_breakdown(graph, simulation, reserved_bytes)
+    op = next(o for o in graph.ops if o.name == floor.binding_op)
+    parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in breakdown.items() if size)
+    where = f"{op.name} ({op.target}{', in ' + op.module_path if op.module_path else ''})"
+    proven = (
+        "no plan of the P = 2 family needs less"
+        if floor.proven
+        else f"the bound so far is {floor.lower_bound_bytes} bytes"
+    )
+    return BudgetTooSmall(
+        f"budget {budget_bytes} bytes ({format_bytes(budget_bytes)}) is too small: the smallest budget is "
+        f"{floor.minimum_bytes} bytes ({format_bytes(floor.minimum_bytes)}), {proven}. There the peak is at "
+        f"{where}{', ' + op.source if op.source else ''}: {parts}. Remedy: budget_bytes={floor.minimum_bytes} or "
+        "more, a smaller batch, or fewer outputs held by the caller.",
+        minimum_budget_bytes=floor.minimum_bytes,
+        budget_bytes=budget_bytes,
+        breakdown=breakdown,
+        binding_op=op.name,
+        source=op.source,
+    )

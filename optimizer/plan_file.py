@@ -1,0 +1,90 @@
+"""The file format of plans: one JSON object with a schema number and a digest of its content.
+
+    {"format": "placemat.plan", "schema": 1, "sha256": "...", "plan": {...}}
+
+Reading executes nothing. The digest is over the canonical JSON text (sorted keys, no spaces) of the other three
+entries: it finds damage and careless edits, it is no signature.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NoReturn
+
+from placemat.graph.errors import PlacematError, PlanMismatch
+
+FORMAT = "placemat.plan"
+SCHEMA = 1
+
+
+def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+    """Write a plan's content; readers see the old file or the whole new one, never a part.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    body: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "plan": content}
+    text = json.dumps({**body, "sha256": _digest(body)}, separators=(",", ":"), allow_nan=False)
+    target = Path(path)
+    descriptor, temporary = tempfile.mkstemp(prefix=target.name, suffix=".tmp", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's files are private, a plan is meant for every rank
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Content of a plan file.
+
+    Raises:
+        PlanMismatch: a newer placemat wrote the file.
+        PlacematError: the file is truncated, is something else, or was changed after it was written.
+        OSError: the file cannot be read.
+    """
+    try:
+        body = json.loads(Path(path).read_bytes().decode("utf-8"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise PlacematError(f"{path} is no plan file, or a truncated one: {error}. Save the plan again.") from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise PlacematError(f'{path} is JSON but no plan file: it lacks "format": "{FORMAT}".')
+    schema = body.get("schema")
+    if not isinstance(schema, int) or schema < 1:
+        raise PlacematError(f"{path} has the schema {schema!r}; plan files have a number from 1 to {SCHEMA}.")
+    if schema > SCHEMA:
+        raise PlanMismatch(
+            f"{path} was written by a newer placemat: its schema is {schema}, this version reads up to {SCHEMA}. "
+            "Update placemat or plan again."
+        )
+    if body.pop("sha256", None) != _digest(body):
+        raise PlacematError(f"{path} was changed after it was saved: its sha256 does not match. Plan again.")
+    if not isinstance(body.get("plan"), dict):
+        raise PlacematError(f"{path} holds no plan. Plan again.")
+    content: dict[str, Any] = body["plan"]
+    return content
+
+
+def _digest(body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current
