@@ -29,6 +29,7 @@ from placemat.units import format_bytes
 
 LEARNING_RATE = 1e-3
 TIMED_PAIRS = 5
+SOLVER_SECONDS = 15.0  # this script is to end within two minutes; the default lets the solver search longer
 
 
 def positive(text: str) -> int:
@@ -124,7 +125,16 @@ def make_plan(model: nn.Module, example: dict[str, Tensor], arguments: argparse.
     if arguments.plan is not None:
         return placemat.Plan.load(arguments.plan)
     fraction = arguments.budget_fraction if arguments.budget is None else None
-    return placemat.plan(model, arguments.budget, (), example, budget_fraction=fraction, loss_fn=loss_of, progress=True)
+    return placemat.plan(
+        model,
+        arguments.budget,
+        (),
+        example,
+        budget_fraction=fraction,
+        loss_fn=loss_of,
+        time_limit_s=SOLVER_SECONDS,
+        progress=True,
+    )
 
 
 def train(model: nn.Module, text: Tensor, arguments: argparse.Namespace) -> list[float]:
@@ -133,7 +143,7 @@ def train(model: nn.Module, text: Tensor, arguments: argparse.Namespace) -> list
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     losses: list[float] = []
     every = max(1, arguments.steps // 10)
-    with tqdm(total=arguments.steps, desc="training", unit="step", file=sys.stderr) as bar:
+    with tqdm(total=arguments.steps, desc="training", unit="step", disable=None) as bar:
         for step in range(arguments.steps):
             optimizer.zero_grad(set_to_none=True)
             loss = loss_of(model(**sample_batch(text, arguments.batch, arguments.sequence, generator)))
@@ -142,7 +152,7 @@ def train(model: nn.Module, text: Tensor, arguments: argparse.Namespace) -> list
             losses.append(loss.item())
             bar.update()
             if step % every == 0 or step == arguments.steps - 1:
-                tqdm.write(f"step {step + 1:4d}  loss {losses[-1]:.4f}", file=sys.stdout)
+                tqdm.write(f"step {step + 1:4d}  loss {losses[-1]:.4f}")
     return losses
 
 

@@ -19,7 +19,7 @@ from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import LossRegion
 from placemat.graph.order import ancestors, split_phases
-from placemat.graph.storages import storage_key, tensors_of
+from placemat.graph.storages import storage_bytes, storage_key, tensors_of
 
 
 @torch.library.custom_op("placemat::mark", mutates_args=())
@@ -76,15 +76,12 @@ def capture_loss(
     others = [t for t in whole.tangents if _output_of(whole, t) not in loss_outputs]
     gradients.prune_tangents(graph, others)
     is_output = any(n.target is _MARK for n in loss_outputs)
-    loss_bytes = (
-        0
-        if is_output
-        else sum(t.untyped_storage().nbytes() for n in loss_outputs for t in tensors_of(n) if t is not None)
-    )
+    losses = [] if is_output else [(n, t) for n in loss_outputs for t in tensors_of(n) if t is not None]
+    loss_bytes = sum(storage_bytes(n, t) for n, t in losses)
     return LossRegion(
         used_tangents=_used_tangents(joint, whole),
         workspace_bytes=max(0, _workspace_bytes(whole) - loss_bytes),
-        held_bytes=2 * loss_bytes,  # the loss, and the ones that backward() starts from
+        held_bytes=loss_bytes + sum(t.numel() * t.element_size() for _, t in losses),  # and what backward() starts from
         tangents_held=is_output or not torch_private.TANGENTS_ARE_FREED,
     )
 
@@ -162,7 +159,7 @@ def _workspace_bytes(whole: JointGraph) -> int:
     for i, node in enumerate(steps):
         for tensor in tensors_of(node):
             if tensor is not None and (key := storage_key(tensor)) not in outside:
-                live[key] = int(tensor.untyped_storage().nbytes())
+                live[key] = storage_bytes(node, tensor)
         peak = max(peak, sum(live.values()) - sum(live[k] for k in returned if k in live))
         if i >= num_forward - 1:
             for key in [k for k in live if last_use[k] <= i and k not in returned]:

@@ -25,7 +25,7 @@ from placemat.graph.joint import JointGraph
 from placemat.graph.order import split_phases, writes
 from placemat.graph.signature import signature
 from placemat.graph.sources import module_paths, user_line
-from placemat.graph.storages import storage_key, tensors_of
+from placemat.graph.storages import storage_bytes, storage_key, tensors_of
 
 # Bytes of a saved generator state: the Mersenne twister of the CPU, (seed, offset) of the CUDA generator
 # (torch.default_generator.get_state(), torch 2.9 to 2.14).
@@ -261,7 +261,7 @@ def _new_values(build: _Builder, node: fx.Node, op_index: int) -> tuple[int, ...
             if single and build.value_of_storage[key] is not None:  # an op that writes to a value and returns it
                 build.value_of_node[node] = build.value_of_storage[key]  # type: ignore[assignment]
             continue
-        value = _new_value(build, node.name, int(tensor.untyped_storage().nbytes()), op_index, "activation")
+        value = _new_value(build, node.name, storage_bytes(node, tensor), op_index, "activation")
         build.value_of_storage[key] = value
         created.append(value)
         if single:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from placemat.graph.storages import argument
+
 # Namespaces whose ops are functional unless their schema or tags say otherwise. Custom libraries are not known to be.
 _KNOWN_NAMESPACES = frozenset({"aten", "prims"})
 
@@ -25,12 +27,12 @@ def is_random(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    return not ("scaled_dot_product" in target.name() and _argument(node, "dropout_p", 0.0) == 0.0)
+    return not ("scaled_dot_product" in target.name() and argument(node, "dropout_p", 0.0) == 0.0)
 
 
 def owns_generator(node: fx.Node) -> bool:
     """Whether a random op draws from a generator of the user's instead of the device's default one."""
-    return _argument(node, "generator", None) is not None
+    return argument(node, "generator", None) is not None
 
 
 def why_not_recomputable(node: fx.Node, reads_mutated_input: str | None) -> str | None:
@@ -49,13 +51,3 @@ def why_not_recomputable(node: fx.Node, reads_mutated_input: str | None) -> str 
     if reads_mutated_input is not None:
         return f"it reads {reads_mutated_input}, which the forward overwrites"
     return None
-
-
-def _argument(node: fx.Node, name: str, default: Any) -> Any:
-    """Value of a named argument of a call, positional or by keyword."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name == name:
-            return node.args[i] if i < len(node.args) else default
-    return default

@@ -17,22 +17,19 @@ def save_all(problem: Problem) -> Schedule:
     return canonical(problem, range(problem.num_steps))
 
 
-def recompute_all(problem: Problem, cut: int | None = None) -> Schedule:
-    """Keep nothing that can be recomputed; in backward each op runs again at most once, just before its first use.
-
-    `cut` is the step at which backward starts, None for the border.
-    """
-    return replay(problem, (), default_cut(problem) if cut is None else cut)
+def recompute_all(problem: Problem) -> Schedule:
+    """Keep nothing that can be recomputed; in backward each op runs again at most once, just before its first use."""
+    return replay(problem, (), default_cut(problem))
 
 
-def chen_sqrt_n(problem: Problem, cut: int | None = None) -> Schedule:
+def chen_sqrt_n(problem: Problem) -> Schedule:
     """Keep the outputs of every sqrt(n)-th of the n forward ops that may be recomputed.
 
     Chen et al. 2016 (arXiv 1604.06174, section 4.2): a chain in about sqrt(n) segments of about sqrt(n) ops needs
     O(sqrt(n)) memory for one more forward pass. On a graph that is no chain the ops are taken in execution order
     (the "linearized" variant of Checkmate, Jain et al., MLSys 2020, arXiv 1910.02653, section 5).
     """
-    cut = default_cut(problem) if cut is None else cut
+    cut = default_cut(problem)
     candidates = [
         step for step, op in enumerate(problem.ops[:cut]) if any(may_be_dropped(problem, v) for v in op.outputs)
     ]

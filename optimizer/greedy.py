@@ -4,8 +4,8 @@ With two phases a plan is a set of values to keep over the cut: what is missing 
 possible (`replay`; that recomputations follow from what is kept is observed in Checkmate, Jain et al., MLSys 2020,
 section 4.7). Three moves, each judged by the plan's whole memory profile:
 
-- *segments*: keep what crosses narrow places of the forward, as in Chen et al. (arXiv 1604.06174), but on any graph: the
-  places are those where the fewest droppable bytes are alive;
+- *segments*: keep what crosses narrow places of the forward, as in Chen et al. (arXiv 1604.06174), but on any graph:
+  the places are those where the fewest droppable bytes are alive;
 - *drop* the value that takes most bytes away from over-full events per second of recomputation, until the plan fits;
 - *keep* again, dearest second per byte first, whatever still fits.
 
@@ -27,6 +27,8 @@ from placemat.schedule import Schedule
 _SHARES = (0.0, 0.1, 0.25, 0.4, 0.6, 0.8, 1.0)
 _STARTS = 3  # how many starting sets a search goes on from
 _TABU = 10  # moves for which a value whose drop did not help is left alone
+_MOST_EVALUATIONS = 1500
+_MOST_OP_VISITS = 2_000_000  # evaluations times ops: keeps the search to seconds on large graphs
 _LEAST_SECONDS = 2e-6  # what any recomputation costs at least: keeps ratios finite where ops cost nothing
 
 
@@ -48,9 +50,9 @@ class Profile:
         return sum(m - budget_bytes for m in self.memory_bytes if m > budget_bytes)
 
 
-def greedy(problem: Problem, budget_bytes: int, *, max_evaluations: int = 6000) -> Schedule | None:
+def greedy(problem: Problem, budget_bytes: int) -> Schedule | None:
     """The cheapest plan found whose peak is within the budget, or None; deterministic."""
-    search = _Search(problem, max_evaluations)
+    search = _Search(problem)
     best: tuple[float, frozenset[int]] | None = None
     for kept in search.starting_sets(budget_bytes):
         fitting = search.drop_until(kept, budget_bytes)
@@ -63,14 +65,14 @@ def greedy(problem: Problem, budget_bytes: int, *, max_evaluations: int = 6000) 
     return None if best is None else replay(problem, best[1], search.cut)
 
 
-def lowest_peak(problem: Problem, *, max_evaluations: int = 6000) -> Schedule:
+def lowest_peak(problem: Problem) -> Schedule:
     """A plan with a low peak: the narrowest segments, then drops while the peak falls."""
-    search = _Search(problem, max_evaluations)
+    search = _Search(problem)
     sets = [search.everything, *search.segment_sets()]
     best = min(sets, key=lambda kept: (search.profile(kept).peak_bytes, sorted(kept)))
     starts = sorted(sets, key=lambda kept: (search.profile(kept).peak_bytes, sorted(kept)))[:_STARTS]
     for kept in starts:
-        while search.evaluations < max_evaluations:
+        while search.evaluations < search.max_evaluations:
             target = search.profile(best).peak_bytes
             better = search.drop_until(kept, target - max(1, target // 200))
             if better is None:
@@ -82,10 +84,10 @@ def lowest_peak(problem: Problem, *, max_evaluations: int = 6000) -> Schedule:
 class _Search:
     """Evaluates kept sets of one problem, and counts how often."""
 
-    def __init__(self, problem: Problem, max_evaluations: int) -> None:
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.cut = default_cut(problem)
-        self.max_evaluations = max_evaluations
+        self.max_evaluations = min(_MOST_EVALUATIONS, _MOST_OP_VISITS // len(problem.ops))
         self.evaluations = 0
         self.bytes = [v.bytes for v in problem.values]
         self.producer = [v.producer for v in problem.values]
@@ -220,9 +222,7 @@ class _Search:
             if w not in done:
                 done.add(w)
                 seconds += self.problem.ops[w].runtime_s
-                stack.extend(
-                    u for u in self.problem.ops[w].recompute_inputs if u in self.everything and u not in kept
-                )
+                stack.extend(u for u in self.problem.ops[w].recompute_inputs if u in self.everything and u not in kept)
         return seconds
 
     def _evaluate(self, kept: frozenset[int]) -> Profile:
@@ -267,7 +267,7 @@ class _Search:
         return computes
 
     def _freed_bytes(self, computes: list[int], is_first: list[bool]) -> list[int]:
-        """Per run, the unpinned bytes that go right after it: produced or read there, and not again before a new run."""
+        """Per run, the unpinned bytes that go right after it: touched there, and not again before a new run."""
         ops, size, pinned = self.problem.ops, self.bytes, self.pinned
         freed = [0] * len(computes)
         wanted = [False] * len(size)

@@ -15,12 +15,13 @@ live(v,e), for v produced before t:
                                                 for W = s[v,p+1] and W = left(w,e) of each reader w recomputable in p
   an unpinned, wanted output of k at (t,k)      a variable >= d and >= the line above that applies
 
-Rows (t,t) are always there; rows (t,k) are added where the referee finds the event above the budget.
+A row (t,t) stands if t is on the grid; a row (t,k) also needs t - 1, or the start of the phase, to be. Rows (t,k) are
+added where the referee finds the event above the budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -37,6 +38,7 @@ BYTE_SCALE = 1e4
 class Live:
     """A share of an event's memory: bytes * (constant + terms), where the bracket is 0 or 1 in integers."""
 
+    value: int | None  # None for what the run itself needs
     num_bytes: int
     constant: float
     terms: Terms
@@ -44,23 +46,20 @@ class Live:
 
 @dataclass
 class MemoryRows:
-    """Adds memory rows to a model, for a fixed budget or for a peak that is itself a column.
+    """Adds memory rows to a model.
 
     Attributes:
-        limit_bytes: the budget; with a `peak_column` a lower bound on the peak.
+        model: columns and rows (1) to (6).
+        limit_bytes: M.
         unit_bytes: bytes per unit of the rows.
-        peak_column: column that holds M in units, None for a fixed budget.
-        events: events whose row stands or can never be violated.
     """
 
     model: Retention
     limit_bytes: int
     unit_bytes: float
-    peak_column: int | None = None
-    events: set[Event] = field(default_factory=set)
     _live_columns: dict[tuple[int, tuple[Terms, ...]], int] = field(default_factory=dict)
     _last_uses: dict[tuple[int, int], int] = field(default_factory=dict)
-    _by_phase: list[tuple[int, ...]] = field(default_factory=list)
+    _by_phase: list[list[tuple[int, int]]] = field(default_factory=list)  # (value, last step that may want it)
 
     def __post_init__(self) -> None:
         model = self.model
@@ -68,22 +67,21 @@ class MemoryRows:
             for t in steps:
                 self._last_uses[v, model.phases.phase_of[t]] = t
         for p in range(model.phases.num_phases):
-            self._by_phase.append(
-                tuple(
-                    v
-                    for v, value in enumerate(model.problem.values)
-                    if value.bytes and (value.pinned or model.wants.last_phase[v] >= p >= model.phase_of_value(v))
-                )
-            )
+            self._by_phase.append([])
+            for v, value in enumerate(model.problem.values):
+                if value.bytes and (value.pinned or model.wants.last_phase[v] >= p >= model.phase_of_value(v)):
+                    self._by_phase[p].append((v, self._last_want(v, p)))
 
-    def add_runs(self) -> None:
-        """Rows (t,t) of every step."""
-        for t in range(self.model.problem.num_steps):
-            self.add((t, t))
+    def _last_want(self, v: int, p: int) -> int:
+        """Last step of phase p at which v may be live."""
+        model = self.model
+        if model.problem.values[v].pinned or p < model.wants.last_phase[v]:
+            return model.phases.last_step(p)
+        readers = (model.Y.get((w, p)) for w in model.wants.readers[v])
+        return max([self._last_uses.get((v, p), -1), *(ramp.steps[-1] for ramp in readers if ramp is not None)])
 
     def add(self, event: Event) -> None:
         """sum_v m_v live(v,e) + own(e) <= M."""
-        self.events.add(event)
         shares = self.shares(event)
         constant = self.model.problem.static_bytes + sum(share.num_bytes * share.constant for share in shares)
         if constant + sum(share.num_bytes for share in shares if share.terms) <= self.limit_bytes:
@@ -93,26 +91,24 @@ class MemoryRows:
             for column, coefficient in share.terms:
                 scaled = share.num_bytes * coefficient / self.unit_bytes
                 coefficients[column] = coefficients.get(column, 0.0) + scaled
-        room = -constant / self.unit_bytes
-        if self.peak_column is None:
-            room = (self.limit_bytes - constant) / self.unit_bytes
-        else:
-            coefficients[self.peak_column] = -1.0
         name = f"memory[t={event[0]},op={event[1]}]"
-        self.model.linear.add_row(name, ((c, a) for c, a in coefficients.items() if a), upper=room)
+        self.model.linear.add_row(
+            name, ((c, a) for c, a in coefficients.items() if a), upper=(self.limit_bytes - constant) / self.unit_bytes
+        )
 
-    def add_cover(self, event: Event, holding: Iterable[Live]) -> None:
-        """Not all of `holding` at once: sum over them of live(v,e) <= their number - 1.
+    def add_cover(self, event: Event, held: Collection[int | None]) -> None:
+        """The values `held` (None: what the run needs) not all at once: sum of live(v,e) <= their number - 1.
 
         Valid when together they need more than the limit. It says in small integers what a memory row says in bytes,
         where the solver's tolerances cannot tell a byte too many.
         """
         coefficients: dict[int, float] = {}
         room = -1.0
-        for share in holding:
-            room += 1.0 - share.constant
-            for column, coefficient in share.terms:
-                coefficients[column] = coefficients.get(column, 0.0) + coefficient
+        for share in self.shares(event):
+            if share.value in held:
+                room += 1.0 - share.constant
+                for column, coefficient in share.terms:
+                    coefficients[column] = coefficients.get(column, 0.0) + coefficient
         name = f"cover[t={event[0]},op={event[1]},row={len(self.model.linear.row_names)}]"
         self.model.linear.add_row(name, ((c, a) for c, a in coefficients.items() if a), upper=room)
 
@@ -122,21 +118,22 @@ class MemoryRows:
         values = self.model.problem.values
         p = self.model.phases.phase_of[t]
         shares = [self._own(event)]
-        for v in self._by_phase[p]:
-            if values[v].producer < t:
+        for v, last_want in self._by_phase[p]:
+            producer = values[v].producer
+            if producer < t and (t <= last_want or producer == k):
                 constant, terms = self._live(v, event)
                 if constant or terms:
-                    shares.append(Live(values[v].bytes, constant, terms))
+                    shares.append(Live(v, values[v].bytes, constant, terms))
         return shares
 
     def _own(self, event: Event) -> Live:
         t, k = event
         op, values = self.model.problem.ops[k], self.model.problem.values
         if k == t:
-            return Live(op.workspace_bytes + sum(values[v].bytes for v in op.outputs), 1.0, ())
+            return Live(None, op.workspace_bytes + sum(values[v].bytes for v in op.outputs), 1.0, ())
         last_phase, p = self.model.wants.last_phase, self.model.phases.phase_of[t]
         extra_bytes = sum(values[v].bytes for v in op.outputs if values[v].pinned or last_phase[v] < p)
-        return Live(op.recompute_workspace_bytes + extra_bytes, 0.0, self._rise(event))
+        return Live(None, op.recompute_workspace_bytes + extra_bytes, 0.0, self._rise(event))
 
     def _rise(self, event: Event) -> Terms:
         """d = Y[k,t] - Y[k,t-1]."""
@@ -199,4 +196,3 @@ def _difference(plus: int | None, minus: int | None) -> Terms:
     if plus == minus:
         return ()
     return (() if plus is None else ((plus, 1.0),)) + (() if minus is None else ((minus, -1.0),))
-

@@ -7,8 +7,10 @@ once in backward"; P = T is the stage-wise family of Checkmate (Jain et al., MLS
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from placemat.problem import Problem
@@ -90,9 +92,9 @@ def _even(start: int, stop: int, count: int) -> list[int]:
 
 def _at(cuts: Sequence[int], num_steps: int, family: str) -> Phases:
     bounds = (0, *cuts, num_steps) if num_steps else (0,)
-    if any(a >= b for a, b in zip(bounds, bounds[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(bounds)):
         raise ValueError(f"cuts must ascend between 0 and {num_steps}, got {list(cuts)}")
-    phase_of = tuple(p for p, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)) for _ in range(a, b))
+    phase_of = tuple(p for p, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b))
     return Phases(bounds, phase_of, family)
 
 
@@ -105,8 +107,8 @@ class Wants:
         readers: per value, recomputable ops whose recomputation reads it, ascending.
         last_phase: per value, L(v): last phase in which anything may read it.
         op_last_phase: per op, L(o): the largest L of its unpinned outputs; its own phase if it may not be recomputed.
-        rises: (op, phase) -> steps, ascending, before which a recomputation in that phase can be of use.
-        value_rises: (unpinned value, phase) -> those of them before which a copy of this value can be.
+        rises: (op, phase) -> steps, ascending, by which a recomputation in that phase may have run.
+        value_rises: (unpinned value, phase) -> steps, ascending, by which a copy of this value may be taken.
     """
 
     uses: tuple[tuple[int, ...], ...]
@@ -117,15 +119,13 @@ class Wants:
     value_rises: dict[tuple[int, int], tuple[int, ...]]
 
 
-def find_wants(problem: Problem, phases: Phases, *, window: int | None = None) -> Wants:
+def find_wants(problem: Problem, phases: Phases, grid: Collection[int]) -> Wants:
     """The last wants of a family, in reverse order.
 
     Args:
         problem: ops and values.
         phases: where the step is cut.
-        window: None for the whole family: a recomputation may run before any step of the phase. A number restricts it
-            to the last `window` *candidates*: a first run that reads an output, the candidates of a recomputation that
-            reads one, or the end of the phase if a copy may be carried on.
+        grid: steps at which Y and y may rise; a rise in between counts at the next grid step.
     """
     uses: list[list[int]] = [[] for _ in problem.values]
     readers: list[list[int]] = [[] for _ in problem.values]
@@ -136,7 +136,7 @@ def find_wants(problem: Problem, phases: Phases, *, window: int | None = None) -
             for v in op.recompute_inputs:
                 readers[v].append(step)
     last_phase, op_last_phase = _last_phases(problem, phases, uses, readers)
-    rises, value_rises = _rises(problem, phases, uses, op_last_phase, last_phase, window)
+    rises, value_rises = _rises(problem, phases, uses, op_last_phase, last_phase, grid)
     return Wants(tuple(map(tuple, uses)), tuple(map(tuple, readers)), last_phase, op_last_phase, rises, value_rises)
 
 
@@ -165,47 +165,42 @@ def _rises(
     uses: list[list[int]],
     op_last: tuple[int, ...],
     last: tuple[int, ...],
-    window: int | None,
+    grid: Collection[int],
 ) -> tuple[Steps, Steps]:
-    """Steps at which Y and y may rise.
+    """Steps of the grid at which Y and y may rise, and the last step at which they may.
 
     A copy that comes after the first first-run use in its phase is one too many: for that use the value was carried
     in, or an earlier copy was there. So the last rise is that use; without one, the last rise of any reader, or the
     end of the phase if the copy may be carried on.
     """
     first_use: dict[tuple[int, int], int] = {}
-    candidates: dict[tuple[int, int], int] = {}  # (value, phase) -> bit mask of steps
     for v, steps in enumerate(uses):
         for u in reversed(steps):
             first_use[v, phases.phase_of[u]] = u
-            candidates[v, phases.phase_of[u]] = candidates.get((v, phases.phase_of[u]), 0) | 1 << u
     latest: dict[tuple[int, int], int] = {}  # over the readers that recompute in that phase
     rises: Steps = {}
     value_rises: Steps = {}
+    ordered = sorted(grid)
     for step in range(problem.num_steps - 1, -1, -1):
         op = problem.ops[step]
         for p in range(phases.phase_of[step] + 1, op_last[step] + 1):
-            ends, mask = {}, 0
+            ends = {}
             for v in op.outputs:
-                if problem.values[v].pinned:
-                    continue
-                end = phases.last_step(p) if p < last[v] else latest.get((v, p), -1)
-                mask |= candidates.get((v, p), 0) | (1 << end if p < last[v] else 0)
-                ends[v] = first_use.get((v, p), end)
+                if not problem.values[v].pinned:
+                    end = phases.last_step(p) if p < last[v] else latest.get((v, p), -1)
+                    ends[v] = first_use.get((v, p), end)
             end = max(ends.values())
             if end < 0:
                 continue
-            mask &= (2 << end) - 1
-            allowed = range(phases.cuts[p], end + 1) if window is None else _set_bits(mask)[-window:]
-            rises[step, p] = tuple(allowed)
+            rises[step, p] = _on_grid(ordered, phases.cuts[p], end)
             for v, value_end in ends.items():
                 if value_end >= 0:
-                    value_rises[v, p] = tuple(t for t in allowed if t <= value_end)
+                    value_rises[v, p] = _on_grid(ordered, phases.cuts[p], value_end)
             for v in op.recompute_inputs:
                 latest[v, p] = max(latest.get((v, p), -1), end)
-                candidates[v, p] = candidates.get((v, p), 0) | mask
     return rises, value_rises
 
 
-def _set_bits(mask: int) -> list[int]:
-    return [i for i, bit in enumerate(reversed(bin(mask))) if bit == "1"]
+def _on_grid(ordered: list[int], start: int, end: int) -> tuple[int, ...]:
+    """Grid steps from `start` to before `end`, then `end`."""
+    return (*ordered[bisect_left(ordered, start) : bisect_left(ordered, end)], end)

@@ -20,6 +20,7 @@ from placemat.graph.joint import JointGraph
 from placemat.graph.loss import capture_loss
 from placemat.graph.lower import LossRegion, Lowering, lower
 from placemat.graph.static import devices_of, static_bytes, tensors_in
+from placemat.greedy import greedy, lowest_peak
 from placemat.plan import Plan, build_plan, peak_breakdown
 from placemat.problem import Problem
 from placemat.simulate import simulate
@@ -91,15 +92,17 @@ class Planner:
         if joint.fingerprint in known:
             return known[joint.fingerprint]
         stages = self._stages(joint, capture_seconds, model, forward, args, kwargs)
-        floor = self.floor(stages)
+        is_ample = self.budget_bytes is not None and self.budget_bytes >= stages.eager_bound_bytes
+        floor = _quick_floor(stages.problem) if is_ample else self.floor(stages)
         budget_bytes = self._budget(stages, floor)
+        self._say(f"solving for {format_bytes(budget_bytes)}")
         try:
             result = solve(
                 stages.problem,
                 budget_bytes,
                 time_limit_s=self.time_limit_s,
                 gap=self.gap,
-                warm_start=floor.schedule,
+                warm_start=greedy(stages.problem, budget_bytes) or floor.schedule,
                 progress=self.progress,
             )
         except BudgetTooSmall:
@@ -132,7 +135,10 @@ class Planner:
         if stages.problem not in _FLOORS:
             self._say("finding the smallest budget")
             _FLOORS[stages.problem] = minimum_budget(
-                stages.problem, time_limit_s=self.time_limit_s, progress=self.progress
+                stages.problem,
+                time_limit_s=_FLOOR_SHARE * self.time_limit_s,
+                warm_start=lowest_peak(stages.problem),
+                progress=self.progress,
             )
             while len(_FLOORS) > _MOST_FLOORS:
                 del _FLOORS[next(iter(_FLOORS))]
@@ -205,6 +211,12 @@ class Planner:
 # optimize() that follows.
 _FLOORS: dict[Problem, Floor] = {}
 _MOST_FLOORS = 32
+_FLOOR_SHARE = 0.2  # of the time limit: the floor is context for most budgets, and the plan itself for few
+
+
+def _quick_floor(problem: Problem) -> Floor:
+    """A floor for a budget that does not need one: the lowest peak that is found without a solver."""
+    return minimum_budget(problem, time_limit_s=0.0, warm_start=lowest_peak(problem))
 
 
 def relower(joint: JointGraph, plan: Plan) -> Lowering:

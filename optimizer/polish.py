@@ -79,6 +79,4 @@ class _Profile:
                 continue
             for i in range(touches[at - 1] + 1, position):
                 extra[i] += problem.values[v].bytes
-        return all(
-            self.running[i] + extra[i] <= budget_bytes for i in range(position) if extra[i] and i not in dropped
-        )
+        return all(self.running[i] + extra[i] <= budget_bytes for i in range(position) if extra[i] and i not in dropped)

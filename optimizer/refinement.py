@@ -1,107 +1,166 @@
-"""Refinement: one retention model that is solved, decoded and tightened until its plan passes the referee."""
+"""Refinement: a retention model that is solved, decoded and tightened until its plan passes the referee.
+
+The model starts on a coarse grid of steps, chosen where a plan at hand needs most memory. Where a decoded plan needs
+more than it may, the grid gets the steps of these events, then their rows (t,k), then binary Y; what the solver's
+tolerance still lets through is cut off by cover rows. Every model on the way bounds the whole family from below.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from placemat.decode import recompute_events
+from placemat.linear_model import LinearAnswer
 from placemat.memory_rows import BYTE_SCALE, Event, MemoryRows
 from placemat.milp import Retention, build_retention
-from placemat.phases import Phases, Wants
+from placemat.phases import Phases, find_wants
 from placemat.problem import Problem
 from placemat.schedule import Compute, Schedule
-from placemat.simulate import Simulation
+from placemat.simulate import Simulation, simulate
 
 FRACTION = 1e-5  # a column nearer than this to 0 or 1 is integral
+GRID_STEPS = 60  # a first grid takes the fullest step of each of so many even parts
+WHOLE_GRID_STEPS = 150  # problems of up to so many steps start with all of them
+EVENTS_PER_ROUND = 16
+
+# The objective counts all runs of the step as COST_SCALE, and every recomputation TIE_SCALE / their number beside its
+# seconds: among plans of equal cost the one with fewest recomputations wins, and all ties together move the optimum by
+# at most 1e-6 of the step's seconds.
+COST_SCALE = 1e4
+TIE_SCALE = 1e-2
 
 
 @dataclass
 class Refinement:
-    """A model with its memory rows.
+    """What has been asked for so far, from which the model is built anew when the grid changes.
 
     Attributes:
-        model: columns and rows (1) to (6).
-        memory: rows (7).
-        costs: the objective, column -> coefficient.
+        problem: what to schedule.
+        phases: the family.
+        limit_bytes: no plan above it is wanted.
+        grid: steps with Y and y columns and a memory row.
+        events: recomputations (t,k) with a memory row.
+        binary: (op, phase) whose Y and y are binary.
+        covers: events, values that may not all be there, and the bytes of these.
     """
+
+    problem: Problem
+    phases: Phases
+    limit_bytes: int
+    grid: set[int]
+    events: set[Event] = field(default_factory=set)
+    binary: set[tuple[int, int]] = field(default_factory=set)
+    covers: list[tuple[Event, frozenset[int | None], int]] = field(default_factory=list)
+
+    def build(self) -> RefinedModel:
+        """The model of the present grid, rows and kinds."""
+        model = build_retention(self.problem, self.phases, find_wants(self.problem, self.phases, self.grid))
+        unit_bytes = max(self.limit_bytes, 1) / BYTE_SCALE
+        memory = MemoryRows(model, self.limit_bytes, unit_bytes)
+        for step in sorted(self.grid):
+            memory.add((step, step))
+        for event in sorted(self.events):
+            memory.add(event)
+        for event, held, num_bytes in self.covers:
+            if num_bytes > self.limit_bytes:
+                memory.add_cover(event, held)
+        for (o, p), ramp in model.Y.items():
+            if (o, p) in self.binary:
+                ramps = [ramp, *(model.y[v, p] for v in self.problem.ops[o].outputs if (v, p) in model.y)]
+                for column in (c for r in ramps for c in r.columns):
+                    model.linear.is_integer[column] = True
+        return RefinedModel(model, memory, objective_costs(model))
+
+    def tighten(self, built: RefinedModel, schedule: Schedule, simulation: Simulation, solution: np.ndarray) -> None:
+        """Cut off a solution whose decoded schedule needs more than the limit."""
+        over = self._events_over(built.model, schedule, simulation)
+        assert over, f"nothing above {self.limit_bytes} to cut off"
+        if not (self._refine_grid(over) or self.make_binary(built, solution)):
+            self.covers += [(event, *built.held(event, solution, self.limit_bytes)) for event in over]
+
+    def _refine_grid(self, over: list[Event]) -> bool:
+        """Give the worst events their rows, and the steps these need; False if they all stand."""
+        before = len(self.grid), len(self.events)
+        for t, k in over:
+            is_exact = t in self.grid and (t - 1 in self.grid or t in self.phases.cuts)
+            if k != t and is_exact:
+                self.events.add((t, k))
+            if k != t and t in self.grid and not is_exact:
+                self.grid.add(t - 1)
+            self.grid.add(t)
+        return before != (len(self.grid), len(self.events))
+
+    def make_binary(self, built: RefinedModel, solution: np.ndarray) -> bool:
+        """Make the Y and y of every op binary that are fractional somewhere in a phase; False if there are none."""
+        before = len(self.binary)
+        for (o, p), ramp in built.model.Y.items():
+            ramps = [ramp, *(built.model.y[v, p] for v in self.problem.ops[o].outputs if (v, p) in built.model.y)]
+            if any(FRACTION < solution[c] < 1 - FRACTION for r in ramps for c in r.columns):
+                self.binary.add((o, p))
+        return len(self.binary) > before
+
+    def _events_over(self, model: Retention, schedule: Schedule, simulation: Simulation) -> list[Event]:
+        """The worst event of each stretch that the referee finds above the limit, the worst ones first."""
+        running = running_bytes(schedule, simulation)
+        worst: list[tuple[int, Event]] = []
+        is_over = False
+        for event, num_bytes in zip(recompute_events(model, schedule), running, strict=True):
+            if num_bytes > self.limit_bytes:
+                if not is_over:
+                    worst.append((num_bytes, event))
+                worst[-1] = max(worst[-1], (num_bytes, event), key=lambda pair: pair[0])
+            is_over = num_bytes > self.limit_bytes
+        worst.sort(key=lambda pair: (-pair[0], pair[1]))
+        return [event for _, event in worst[:EVENTS_PER_ROUND]]
+
+
+@dataclass(frozen=True)
+class RefinedModel:
+    """One built model: columns and rows (1) to (6), memory rows (7), objective."""
 
     model: Retention
     memory: MemoryRows
     costs: dict[int, float]
 
-    def tighten(self, schedule: Schedule, simulation: Simulation, solution: np.ndarray, limit_bytes: int) -> None:
-        """Cut off a solution whose decoded schedule needs more than `limit_bytes`.
+    def minimize(self, *, time_limit_s: float, gap: float) -> LinearAnswer:
+        return self.model.linear.minimize(self.costs, time_limit_s=time_limit_s, gap=gap)
 
-        First the rows (t,k) of the events above the limit that are missing; if all stand, the fractional Y and y
-        become binary; if none is fractional, only the solver's tolerance let the solution through, and a cover row
-        excludes it in small integers.
-        """
-        over = events_over(self.model, schedule, simulation, limit_bytes)
-        assert over, f"nothing above {limit_bytes} to cut off"
-        missing = [event for event in over if event not in self.memory.events]
-        for event in missing:
-            self.memory.add(event)
-        if missing or self.make_binary(solution):
-            return
-        for event in over:
-            self._add_cover(event, solution, limit_bytes)
-
-    def make_binary(self, solution: np.ndarray) -> bool:
-        """Make every Y and y binary that is fractional somewhere in its phase; False if there is none."""
-        linear = self.model.linear
-        any_fractional = False
-        for ramp in (*self.model.Y.values(), *self.model.y.values()):
-            columns = ramp.columns
-            if any(FRACTION < solution[c] < 1 - FRACTION for c in columns) and not linear.is_integer[columns[0]]:
-                any_fractional = True
-                for column in columns:
-                    linear.is_integer[column] = True
-        return any_fractional
-
-    def _add_cover(self, event: Event, solution: np.ndarray, limit_bytes: int) -> None:
-        """The largest shares that the solution holds at the event, as few as exceed the limit together."""
-        held = [
+    def held(self, event: Event, solution: np.ndarray, limit_bytes: int) -> tuple[frozenset[int | None], int]:
+        """The largest values that the solution holds at the event, as few as exceed the limit together; their bytes."""
+        shares = [
             share
             for share in self.memory.shares(event)
             if share.num_bytes and share.constant + sum(a * solution[c] for c, a in share.terms) > 0.5
         ]
-        held.sort(key=lambda share: (bool(share.terms), -share.num_bytes))  # constants cost the cover nothing
-        total, cover = self.model.problem.static_bytes, []
-        for share in held:
-            cover.append(share)
+        shares.sort(key=lambda share: (bool(share.terms), -share.num_bytes))  # constants cost the cover nothing
+        total, cover = self.model.problem.static_bytes, set()
+        for share in shares:
+            cover.add(share.value)
             total += share.num_bytes
             if total > limit_bytes:
                 break
-        assert total > limit_bytes, f"the model holds {total} bytes at {event}, within {limit_bytes}; the referee does not"
-        self.memory.add_cover(event, cover)
+        assert total > limit_bytes, f"the model holds {total} bytes at {event}; the referee more than {limit_bytes}"
+        return frozenset(cover), total
 
 
-def refine_for_budget(problem: Problem, phases: Phases, wants: Wants, budget_bytes: int) -> Refinement:
-    """Rows (1) to (7) for a budget; objective: recompute seconds, see `objective_costs`."""
-    model = build_retention(problem, phases, wants)
-    memory = MemoryRows(model, budget_bytes, max(budget_bytes, 1) / BYTE_SCALE)
-    memory.add_runs()
-    return Refinement(model, memory, objective_costs(model))
+def first_grid(problem: Problem, schedule: Schedule) -> set[int]:
+    """All steps of a small problem; else the fullest step, in `schedule`, of each of GRID_STEPS even parts."""
+    num_steps = problem.num_steps
+    if num_steps <= WHOLE_GRID_STEPS:
+        return set(range(num_steps))
+    first_runs: dict[int, int] = {}
+    for op, num_bytes in zip(schedule.computes, running_bytes(schedule, simulate(problem, schedule)), strict=True):
+        first_runs.setdefault(op, num_bytes)
+    parts = [range(num_steps * i // GRID_STEPS, num_steps * (i + 1) // GRID_STEPS) for i in range(GRID_STEPS)]
+    return {max(part, key=lambda step: (first_runs[step], -step)) for part in parts}
 
 
-def refine_for_peak(problem: Problem, phases: Phases, wants: Wants, lower_bytes: int, upper_bytes: int) -> Refinement:
-    """Rows (1) to (7) with the peak, between the bounds, as the objective."""
-    model = build_retention(problem, phases, wants)
-    unit_bytes = max(upper_bytes, 1) / BYTE_SCALE
-    peak = model.linear.add_column("M", lower=0.0, upper=upper_bytes / unit_bytes)
-    memory = MemoryRows(model, lower_bytes, unit_bytes, peak_column=peak)
-    memory.add_runs()
-    model.linear.column_lower[peak] = min(lower_bytes, upper_bytes) / unit_bytes
-    return Refinement(model, memory, {peak: 1.0})
-
-
-# The objective counts all runs of the step as COST_SCALE, and every recomputation TIE_SCALE / their number beside its
-# seconds: among plans of equal cost the one with fewest recomputations wins, and all ties together move the optimum by
-# less than 1e-6 of the step's seconds.
-COST_SCALE = 1e4
-TIE_SCALE = 1e-2
+def running_bytes(schedule: Schedule, simulation: Simulation) -> list[int]:
+    """Bytes at each Compute of the schedule."""
+    steps = zip(schedule.steps, simulation.timeline, strict=True)
+    return [num_bytes for step, num_bytes in steps if isinstance(step, Compute)]
 
 
 def cost_unit_s(problem: Problem) -> float:
@@ -114,12 +173,3 @@ def objective_costs(model: Retention) -> dict[int, float]:
     unit_s = cost_unit_s(model.problem)
     tie = TIE_SCALE / max(len(model.Y), 1)
     return {ramp.final: model.problem.ops[o].runtime_s / unit_s + tie for (o, _), ramp in model.Y.items()}
-
-
-def events_over(model: Retention, schedule: Schedule, simulation: Simulation, limit_bytes: int) -> list[Event]:
-    """Events at which the referee finds more than `limit_bytes`."""
-    running = [
-        num_bytes for step, num_bytes in zip(schedule.steps, simulation.timeline, strict=True) if isinstance(step, Compute)
-    ]
-    events = recompute_events(model, schedule)
-    return [event for event, num_bytes in zip(events, running, strict=True) if num_bytes > limit_bytes]

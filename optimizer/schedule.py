@@ -65,8 +65,8 @@ def canonical(problem: Problem, computes: Sequence[int]) -> Schedule:
 def _last_touches(problem: Problem, computes: Sequence[int]) -> list[list[int]]:
     """Per position, the unpinned values, ascending, that are produced or read there and not again before a new run."""
     first_position: dict[int, int] = {}
-    for position, op in enumerate(computes):
-        first_position.setdefault(op, position)
+    for position, index in enumerate(computes):
+        first_position.setdefault(index, position)
     dies: list[list[int]] = [[] for _ in computes]
     wanted: set[int] = set()  # values read later, before their op runs again
     for position in range(len(computes) - 1, -1, -1):

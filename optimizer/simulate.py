@@ -58,7 +58,9 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
             op = ops[step.op]
             for v in op.inputs if is_first else op.recompute_inputs:
                 if v not in resident:
-                    _reject(index, f"op {step.op} ({op.name}) reads value {v} ({values[v].name}), which is not resident")
+                    _reject(
+                        index, f"op {step.op} ({op.name}) reads value {v} ({values[v].name}), which is not resident"
+                    )
             workspace_bytes = op.workspace_bytes if is_first else op.recompute_workspace_bytes
             running_bytes = live_bytes + workspace_bytes + sum(values[v].bytes for v in op.outputs)
             timeline.append(running_bytes)
@@ -81,7 +83,12 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
         raise InvalidSchedule(f"op {num_started} ({ops[num_started].name}) and those after it never run")
     recompute_seconds = math.fsum(again)
     return Simulation(
-        peak_bytes, recompute_seconds, problem.runtime_s + recompute_seconds, tuple(timeline), peak_step, resident_at_peak
+        peak_bytes,
+        recompute_seconds,
+        problem.runtime_s + recompute_seconds,
+        tuple(timeline),
+        peak_step,
+        resident_at_peak,
     )
 
 

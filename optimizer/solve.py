@@ -12,14 +12,15 @@ import numpy as np
 from placemat.baselines import save_all
 from placemat.decode import decode
 from placemat.floor import budget_too_small, minimum_budget, static_lower_bound
-from placemat.phases import Phases, PhasesArgument, find_wants, make_phases
+from placemat.greedy import greedy
+from placemat.milp import Retention
+from placemat.phases import Phases, PhasesArgument, make_phases
 from placemat.polish import drop_needless
 from placemat.problem import Problem
-from placemat.refinement import FRACTION, TIE_SCALE, Refinement, cost_unit_s, refine_for_budget
+from placemat.refinement import FRACTION, TIE_SCALE, Refinement, cost_unit_s, first_grid
 from placemat.schedule import Schedule
 from placemat.simulate import Simulation, simulate
-from placemat.starts import starting_schedules
-from placemat.windows import MAX_BOUND_COLUMNS, choose_wants, num_rise_columns
+from placemat.starts import is_cut_by_default, starting_schedules
 
 # Part of the remaining time that one MILP may take: a plan that fails the referee needs another one.
 SHARE_OF_TIME = 0.7
@@ -87,12 +88,19 @@ def solve(
     if simulate(problem, everything).peak_bytes <= budget_bytes:
         search.offer(everything)
         return search.result(started)
-    search.offer_all(starting_schedules(problem, family) + ([] if warm_start is None else [warm_start]))
+    starts = starting_schedules(problem, family) + ([] if warm_start is None else [warm_start])
+    cheap = greedy(problem, budget_bytes) if is_cut_by_default(problem, family) else None
+    search.offer_all(starts if cheap is None else [*starts, cheap])
     if budget_bytes >= static_lower_bound(problem):
-        search.run()
+        lowest = min(starts, key=lambda schedule: simulate(problem, schedule).peak_bytes)
+        search.run(lowest if search.best is None else search.best)
     if search.best is None:
         floor = minimum_budget(
-            problem, time_limit_s=max(search.seconds_left(), 1.0), phases=phases, warm_start=warm_start, progress=progress
+            problem,
+            time_limit_s=max(search.seconds_left(), 1.0),
+            phases=phases,
+            warm_start=warm_start,
+            progress=progress,
         )
         if floor.minimum_bytes > budget_bytes:
             raise budget_too_small(problem, budget_bytes, floor)
@@ -113,11 +121,7 @@ class _Search:
     best: Schedule | None = None
     best_seconds: float = float("inf")
     lower_seconds: float = 0.0
-    family: str = ""
     limit: str | None = None
-
-    def __post_init__(self) -> None:
-        self.family = self.phases.family
 
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
@@ -143,60 +147,43 @@ class _Search:
         resolution_s = TIE_SCALE * cost_unit_s(self.problem)
         return self.best_seconds - self.lower_seconds <= self.gap * self.best_seconds + resolution_s
 
-    def run(self) -> None:
-        """Bound the whole family, then solve the widest model that is small enough, until the gap is closed."""
-        if self.is_closed():
-            return
-        wants, window = choose_wants(self.problem, self.phases)
-        if window is not None and not self._bound_whole_family():
-            self.family += f", each recomputation before one of its last {window} candidates"
-            window = None
-        model = refine_for_budget(self.problem, self.phases, wants, self.budget_bytes)
-        self._tell(f"{self.family}: {model.model.linear.describe()}")
+    def run(self, start: Schedule) -> None:
+        """Solve, decode, referee and tighten until the gap is closed; the first grid follows `start`."""
+        grid = first_grid(self.problem, start)
+        refinement = Refinement(self.problem, self.phases, self.budget_bytes, grid)
         while not self.is_closed():
             if self.seconds_left() <= 0:
                 self.limit = "time"
                 return
-            if not self._step(model, is_whole=window is None):
+            if not self._step(refinement):
                 return
 
-    def _bound_whole_family(self) -> bool:
-        """Raise the lower bound by the linear relaxation of the whole family; False if it is too large."""
-        wants = find_wants(self.problem, self.phases)
-        if num_rise_columns(wants) > MAX_BOUND_COLUMNS:
-            return False
-        model = refine_for_budget(self.problem, self.phases, wants, self.budget_bytes)
-        answer = model.model.linear.minimize(
-            model.costs, time_limit_s=SHARE_OF_TIME * self.seconds_left(), gap=0.0, is_relaxed=True
-        )
-        self._raise_bound(answer.bound)
-        self._tell(f"{self.family}: at least {self.lower_seconds:.6g} s ({model.model.linear.describe()}, relaxed)")
-        return answer.status in ("optimal", "infeasible")
-
-    def _step(self, model: Refinement, *, is_whole: bool) -> bool:
+    def _step(self, refinement: Refinement) -> bool:
         """One solve, decoded and refereed; False when another would not help."""
-        answer = model.model.linear.minimize(
-            model.costs, time_limit_s=SHARE_OF_TIME * self.seconds_left(), gap=self.gap
-        )
-        if is_whole:
-            self._raise_bound(answer.bound)
+        built = refinement.build()
+        self._tell(f"{self.phases.family}: {built.model.linear.describe()}")
+        answer = built.minimize(time_limit_s=SHARE_OF_TIME * self.seconds_left(), gap=self.gap)
+        self._raise_bound(answer.bound)
         if answer.limit is not None:
             self.limit = answer.limit
         if answer.values is None:
             return False
-        schedule = decode(model.model, answer.values)
+        schedule = decode(built.model, answer.values)
         simulation = simulate(self.problem, schedule)
-        self._tell(f"plan of {simulation.recompute_seconds:.6g} s, {simulation.peak_bytes:,} bytes, bound {answer.bound:.6g}")
+        self._check_objective(built.model, answer.values, simulation)
+        self._tell(
+            f"a plan of {simulation.recompute_seconds:.6g} s and {simulation.peak_bytes:,} bytes; "
+            f"at least {self.lower_seconds:.6g} s"
+        )
         if simulation.peak_bytes > self.budget_bytes:
-            model.tighten(schedule, simulation, answer.values, self.budget_bytes)
+            refinement.tighten(built, schedule, simulation, answer.values)
             return True
-        self._check_objective(model, answer.values, simulation)
         self.offer(drop_needless(self.problem, schedule, self.budget_bytes))
-        return not self.is_closed() and model.make_binary(answer.values)
+        return not self.is_closed() and refinement.make_binary(built, answer.values)
 
-    def _check_objective(self, model: Refinement, solution: np.ndarray, simulation: Simulation) -> None:
+    def _check_objective(self, model: Retention, solution: np.ndarray, simulation: Simulation) -> None:
         """An integral solution says what its schedule costs."""
-        columns = [(solution[ramp.final], self.problem.ops[o].runtime_s) for (o, _), ramp in model.model.Y.items()]
+        columns = [(solution[ramp.final], self.problem.ops[o].runtime_s) for (o, _), ramp in model.Y.items()]
         if all(min(x, 1 - x) <= FRACTION for x, _ in columns):
             claimed_s = sum(round(x) * runtime_s for x, runtime_s in columns)
             assert abs(claimed_s - simulation.recompute_seconds) <= 1e-9 * max(self.problem.runtime_s, claimed_s)
@@ -223,7 +210,7 @@ class _Search:
             objective_seconds=objective,
             lower_bound_seconds=lower,
             gap=(objective - lower) / objective if objective else 0.0,
-            family=self.family,
+            family=self.phases.family,
             solve_seconds=time.monotonic() - started,
             simulation=simulation,
         )

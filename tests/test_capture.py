@@ -72,7 +72,7 @@ def test_users_own_exception_is_not_hidden():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x @ torch.ones(5, 5)
 
-    with pytest.raises(CaptureError, match="a and b must have same reduction dim|mat1 and mat2"):
+    with pytest.raises(CaptureError, match=r"a and b must have same reduction dim|mat1 and mat2"):
         capture(Fails().forward, (torch.randn(2, 3, requires_grad=True),), {})
 
 

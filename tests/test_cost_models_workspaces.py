@@ -147,9 +147,12 @@ def batch_and_group_norms() -> Iterator[Case]:
             for image in (x, channels_last(x)) if x.dim() == 4 else (x,):
                 for row in (ones(shape[1]), half(shape[1])) if x.dtype == torch.bfloat16 else (ones(shape[1]),):
                     yield from _batch_norm(image, row)
-    yield aten.native_batch_norm_backward.default, (
-        *(ones(4, 8, 6, 6), channels_last(ones(4, 8, 6, 6)), ones(8), None, None, ones(8), ones(8), True, 1e-5),
-        [True, True, True],
+    yield (
+        aten.native_batch_norm_backward.default,
+        (
+            *(ones(4, 8, 6, 6), channels_last(ones(4, 8, 6, 6)), ones(8), None, None, ones(8), ones(8), True, 1e-5),
+            [True, True, True],
+        ),
     )
     for x in (ones(4, 8, 6, 6), half(4, 8, 6, 6)):
         for image in (x, channels_last(x)):

@@ -157,3 +157,19 @@ def test_ops_read_only_what_came_before(name):
     for op in graph.ops:
         assert all(graph.values[v].producer < op.index for v in op.inputs)
         assert all(graph.values[v].producer == op.index for v in op.outputs)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.functional.mse_loss,
+        nn.functional.smooth_l1_loss,
+        nn.functional.soft_margin_loss,
+        lambda a, b: nn.functional.mse_loss(a, b, reduction="none").sum(),
+    ],
+)
+def test_scalar_loss_costs_the_storage_that_its_kernel_leaves(loss):
+    w, target = weight(30, 40), torch.rand(30, 40)
+    graph = graph_of(lambda w: loss(w.sigmoid(), target) * 2, w)
+    last = max(op.index for op in graph.ops if op.phase == "forward") - 1
+    assert graph.values[graph.ops[last].outputs[0]].bytes == loss(w, target).untyped_storage().nbytes()
