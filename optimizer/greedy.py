@@ -25,7 +25,7 @@ from placemat.schedule import Schedule
 
 # Narrow places are tried at these shares of all local minima, from the narrowest on.
 _SHARES = (0.0, 0.1, 0.25, 0.4, 0.6, 0.8, 1.0)
-_STARTS = 3  # how many starting sets a search goes on from
+_STARTS = 2  # how many starting sets a search goes on from
 _TABU = 10  # moves for which a value whose drop did not help is left alone
 _MOST_EVALUATIONS = 1500
 _MOST_OP_VISITS = 2_000_000  # evaluations times ops: keeps the search to seconds on large graphs
@@ -170,21 +170,39 @@ class _Search:
         return kept
 
     def keep_more(self, kept: frozenset[int], budget_bytes: int) -> frozenset[int]:
-        """Keep further values while the plan fits and gets cheaper, dearest per byte first, until nothing changes."""
+        """Keep further values while the plan fits and gets cheaper, most seconds per byte first, until nothing changes.
 
-        def worth(v: int) -> float:
-            return self.problem.ops[self.producer[v]].runtime_s / max(1, self.bytes[v])
-
+        Values are tried alone and with all other results of their op, without which the op would run again anyway.
+        """
         changed = True
         while changed:
             changed = False
-            for v in sorted(self.everything - kept, key=lambda v: (-worth(v), v)):
+            for group in self._worthwhile(kept):
                 if self.evaluations >= self.max_evaluations:
                     return kept
-                more = self.profile(kept | {v})
+                more = self.profile(kept | group)
                 if more.peak_bytes <= budget_bytes and more.recompute_s < self.profile(kept).recompute_s:
-                    kept, changed = kept | {v}, True
+                    kept, changed = kept | group, True
         return kept
+
+    def _worthwhile(self, kept: frozenset[int]) -> list[frozenset[int]]:
+        """Groups of missing values by the seconds that keeping them would save per byte, best first."""
+        now_s = self.profile(kept).recompute_s
+        scores = []
+        for group in self._groups(self.everything - kept):
+            if self.evaluations >= self.max_evaluations:
+                break
+            saved_s = now_s - self.profile(kept | group).recompute_s
+            if saved_s > 0:
+                scores.append((-saved_s / max(1, sum(self.bytes[v] for v in group)), sorted(group)))
+        return [frozenset(group) for _, group in sorted(scores)]
+
+    def _groups(self, missing: frozenset[int]) -> list[frozenset[int]]:
+        groups: dict[frozenset[int], None] = {}
+        for v in sorted(missing):
+            groups[frozenset((v,))] = None
+            groups[frozenset(u for u in self.problem.ops[self.producer[v]].outputs if u in missing)] = None
+        return list(groups)
 
     def _helpful(self, kept: frozenset[int], budget_bytes: int) -> list[int]:
         """Kept values by over-full bytes freed per second of recomputation, best first, as an estimate."""

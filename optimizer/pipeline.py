@@ -20,7 +20,6 @@ from placemat.graph.joint import JointGraph
 from placemat.graph.loss import capture_loss
 from placemat.graph.lower import LossRegion, Lowering, lower
 from placemat.graph.static import devices_of, static_bytes, tensors_in
-from placemat.greedy import greedy, lowest_peak
 from placemat.plan import Plan, build_plan, peak_breakdown
 from placemat.problem import Problem
 from placemat.simulate import simulate
@@ -102,7 +101,7 @@ class Planner:
                 budget_bytes,
                 time_limit_s=self.time_limit_s,
                 gap=self.gap,
-                warm_start=greedy(stages.problem, budget_bytes) or floor.schedule,
+                warm_start=floor.schedule,
                 progress=self.progress,
             )
         except BudgetTooSmall:
@@ -137,7 +136,6 @@ class Planner:
             _FLOORS[stages.problem] = minimum_budget(
                 stages.problem,
                 time_limit_s=_FLOOR_SHARE * self.time_limit_s,
-                warm_start=lowest_peak(stages.problem),
                 progress=self.progress,
             )
             while len(_FLOORS) > _MOST_FLOORS:
@@ -216,7 +214,7 @@ _FLOOR_SHARE = 0.2  # of the time limit: the floor is context for most budgets, 
 
 def _quick_floor(problem: Problem) -> Floor:
     """A floor for a budget that does not need one: the lowest peak that is found without a solver."""
-    return minimum_budget(problem, time_limit_s=0.0, warm_start=lowest_peak(problem))
+    return minimum_budget(problem, time_limit_s=0.0)
 
 
 def relower(joint: JointGraph, plan: Plan) -> Lowering:

@@ -13,70 +13,85 @@ def drop_needless(problem: Problem, schedule: Schedule, budget_bytes: int) -> Sc
     """Leave out recomputations, dearest per byte first, whose values can be held instead within the budget.
 
     Leaving one out keeps a schedule valid, since its outputs are then held from their last touch on. Memory grows only
-    between that touch and the recomputation, so a look at that stretch says whether it fits.
+    between that touch and the recomputation, so a look at that stretch says whether it fits. What a recomputation that
+    is left out no longer holds itself counts from the next round on.
     """
     computes = list(schedule.computes)
-    again = sorted(_again(computes), key=lambda i: (-_seconds_per_byte(problem, computes[i]), i))
-    dropped: set[int] = set()
-    current = _Profile.of(problem, computes, dropped)
-    for position in again:
-        if current.fits_without(problem, computes, position, dropped, budget_bytes):
-            dropped.add(position)
-            current = _Profile.of(problem, computes, dropped)
-    return canonical(problem, [op for i, op in enumerate(computes) if i not in dropped])
+    while True:
+        profile = _Profile.of(problem, computes)
+        kept = profile.drop_round(budget_bytes)
+        if len(kept) == len(computes):
+            return canonical(problem, computes)
+        computes = kept
 
 
-def _seconds_per_byte(problem: Problem, op: int) -> float:
-    return problem.ops[op].runtime_s / (1 + sum(problem.values[v].bytes for v in problem.ops[op].outputs))
-
-
-def _again(computes: list[int]) -> list[int]:
-    """Positions of recomputations."""
-    seen: set[int] = set()
-    positions = []
-    for position, op in enumerate(computes):
-        if op in seen:
-            positions.append(position)
-        seen.add(op)
-    return positions
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Profile:
-    """Bytes while each Compute runs (0 where it is left out), and where each value is touched."""
+    """Bytes while each Compute runs, at most, and where each value is read or produced."""
 
+    problem: Problem
+    computes: list[int]
     running: list[int]
-    touches: dict[int, list[int]]  # value -> positions that read or produce it, ascending
-    firsts: dict[int, int]  # op -> position of its first run
+    touches: dict[int, list[int]]  # value -> positions, ascending
+    again: list[int]  # positions of recomputations
 
     @classmethod
-    def of(cls, problem: Problem, computes: list[int], dropped: set[int]) -> _Profile:
-        schedule = canonical(problem, [op for i, op in enumerate(computes) if i not in dropped])
+    def of(cls, problem: Problem, computes: list[int]) -> _Profile:
+        schedule = canonical(problem, computes)
         timeline = simulate(problem, schedule).timeline
-        at_runs = iter(b for step, b in zip(schedule.steps, timeline, strict=True) if isinstance(step, Compute))
-        running = [0 if i in dropped else next(at_runs) for i in range(len(computes))]
+        running = [b for step, b in zip(schedule.steps, timeline, strict=True) if isinstance(step, Compute)]
         touches: dict[int, list[int]] = {}
-        firsts: dict[int, int] = {}
-        for i, index in enumerate(computes):
-            if i in dropped:
-                continue
+        again: list[int] = []
+        seen: set[int] = set()
+        for position, index in enumerate(computes):
             op = problem.ops[index]
-            reads = op.inputs if firsts.setdefault(index, i) == i else op.recompute_inputs
-            for v in (*op.outputs, *reads):
-                touches.setdefault(v, []).append(i)
-        return cls(running, touches, firsts)
+            if index in seen:
+                again.append(position)
+            for v in (*op.outputs, *(op.recompute_inputs if index in seen else op.inputs)):
+                touches.setdefault(v, []).append(position)
+            seen.add(index)
+        return cls(problem, computes, running, touches, again)
 
-    def fits_without(
-        self, problem: Problem, computes: list[int], position: int, dropped: set[int], budget_bytes: int
-    ) -> bool:
-        """Whether every output that is read after `position` can be held up to it from its touch before."""
-        extra = [0] * (position + 1)
-        for v in problem.ops[computes[position]].outputs:
+    def drop_round(self, budget_bytes: int) -> list[int]:
+        """The runs without what need not run again."""
+        dropped: set[int] = set()
+        for position in sorted(self.again, key=lambda i: (-self._seconds_per_byte(i), i)):
+            stretches = self._stretches(position)
+            if self._fits(stretches, budget_bytes):
+                dropped.add(position)
+                self._hold(position, stretches)
+        return [op for position, op in enumerate(self.computes) if position not in dropped]
+
+    def _seconds_per_byte(self, position: int) -> float:
+        op = self.problem.ops[self.computes[position]]
+        return op.runtime_s / (1 + sum(self.problem.values[v].bytes for v in op.outputs))
+
+    def _stretches(self, position: int) -> list[tuple[int, int]]:
+        """(first position, bytes) of what must be held up to `position` if nothing runs there: outputs read later."""
+        stretches = []
+        for v in self.problem.ops[self.computes[position]].outputs:
             touches = self.touches[v]
             at = touches.index(position)
-            is_read = at + 1 < len(touches) and computes[touches[at + 1]] != computes[position]
-            if problem.values[v].pinned or not is_read:
-                continue
-            for i in range(touches[at - 1] + 1, position):
-                extra[i] += problem.values[v].bytes
-        return all(self.running[i] + extra[i] <= budget_bytes for i in range(position) if extra[i] and i not in dropped)
+            is_read = at + 1 < len(touches) and self.computes[touches[at + 1]] != self.computes[position]
+            if is_read and not self.problem.values[v].pinned:
+                stretches.append((touches[at - 1] + 1, self.problem.values[v].bytes))
+        # From the longest stretch to the shortest, so that bytes add up on the way to `position`.
+        return [*sorted(stretches), (position, 0)]
+
+    def _fits(self, stretches: list[tuple[int, int]], budget_bytes: int) -> bool:
+        held_bytes = 0
+        for (start, num_bytes), (stop, _) in zip(stretches, stretches[1:], strict=False):
+            held_bytes += num_bytes
+            if max(self.running[start:stop], default=0) + held_bytes > budget_bytes:
+                return False
+        return True
+
+    def _hold(self, position: int, stretches: list[tuple[int, int]]) -> None:
+        """Hold the outputs over their stretches, and touch nothing at `position` any more."""
+        for start, num_bytes in stretches:
+            for i in range(start, position):
+                self.running[i] += num_bytes
+        self.running[position] = 0
+        op = self.problem.ops[self.computes[position]]
+        for v in (*op.outputs, *op.recompute_inputs):
+            self.touches[v].remove(position)

@@ -144,6 +144,8 @@ class _Search:
 
     def is_closed(self) -> bool:
         """Objective and bound agree within the gap; the tie-break alone may hold them apart by its own size."""
+        if self.best is None:
+            return False
         resolution_s = TIE_SCALE * cost_unit_s(self.problem)
         return self.best_seconds - self.lower_seconds <= self.gap * self.best_seconds + resolution_s
 
@@ -179,7 +181,8 @@ class _Search:
             refinement.tighten(built, schedule, simulation, answer.values)
             return True
         self.offer(drop_needless(self.problem, schedule, self.budget_bytes))
-        return not self.is_closed() and refinement.make_binary(built, answer.values)
+        # Another solve starts from nothing: it helps only against Y that are fractional at the optimum.
+        return answer.status == "optimal" and not self.is_closed() and refinement.make_binary(built, answer.values)
 
     def _check_objective(self, model: Retention, solution: np.ndarray, simulation: Simulation) -> None:
         """An integral solution says what its schedule costs."""
