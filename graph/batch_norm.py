@@ -16,6 +16,7 @@ aten = torch.ops.aten
 
 FUNCTIONAL = aten._native_batch_norm_legit_functional.default
 NO_STATS = aten._native_batch_norm_legit.no_stats
+_NEW_STATISTICS = (3, 4)  # results of FUNCTIONAL that NO_STATS does not have
 BACKWARD = aten.native_batch_norm_backward.default
 
 
@@ -28,8 +29,11 @@ def drop_running_statistics(graph: fx.Graph) -> None:
 
 
 def replays_without_statistics(node: fx.Node) -> bool:
-    """Whether a node is a training-mode functional BatchNorm."""
-    return node.target is FUNCTIONAL and bool(node.args[5])
+    """Whether a node is a BatchNorm in training mode whose new running statistics only go back to the module."""
+    if node.target is not FUNCTIONAL or not node.args[5]:
+        return False
+    statistics = [user for user in node.users if user.args[1] in _NEW_STATISTICS]
+    return all(reader.op == "output" for user in statistics for reader in user.users)
 
 
 def replay_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:

@@ -20,8 +20,12 @@ from placemat.graph.joint import JointGraph, JointInput, fingerprint
 from placemat.graph.sources import is_library_file, tidy, user_line
 
 
-class _Captured(Exception):
-    """Ends a capture with its result; never seen by a user."""
+class Interrupt(Exception):
+    """Ends a compilation on purpose; never seen by a user."""
+
+
+class _Captured(Interrupt):
+    """Ends a capture with its result."""
 
     def __init__(self, joint: JointGraph) -> None:
         super().__init__("captured")
@@ -84,6 +88,12 @@ def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, names: Se
     """JointGraph from what AOTAutograd hands to a partitioner."""
     identity = fingerprint(graph_module, num_forward_outputs)
     joint = JointGraph(graph_module, num_forward_outputs, (), identity)
+    if len(joint.primals) != len(joint.gradients):
+        raise UnsupportedFeature(
+            "the model runs operators with ordered side effects (checked linear algebra such as torch.linalg.inv, "
+            "solve or cholesky is of that kind), which this version cannot schedule. Remedy: the _ex variants "
+            "(torch.linalg.inv_ex, ...), or optimize the submodules around them."
+        )
     inputs = tuple(names[i] if i < len(names) else JointInput(node.name, False) for i, node in enumerate(joint.primals))
     return JointGraph(graph_module, num_forward_outputs, inputs, identity)
 
@@ -113,7 +123,7 @@ class reported:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, torch_private.BackendCompilerFailed):
             inner = error.inner_exception
-            if isinstance(inner, (PlacematError, _Captured)):
+            if isinstance(inner, (PlacematError, Interrupt)):
                 raise inner from None
             raise CaptureError(
                 f"PyTorch failed while tracing the backward of the model: {type(inner).__name__}: "

@@ -75,6 +75,10 @@ def capture_loss(
         )
     others = [t for t in whole.tangents if _output_of(whole, t) not in loss_outputs]
     gradients.prune_tangents(graph, others)
+    if len(loss_outputs) != 1 or any(t is None or t.numel() != 1 for n in loss_outputs for t in tensors_of(n)):
+        raise UnsupportedFeature(
+            "loss_fn must return one tensor with one element. Remedy: reduce it, with sum() or mean()."
+        )
     is_output = any(n.target is _MARK for n in loss_outputs)
     losses = [] if is_output else [(n, t) for n in loss_outputs for t in tensors_of(n) if t is not None]
     loss_bytes = sum(storage_bytes(n, t) for n, t in losses)

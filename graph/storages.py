@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from placemat.graph.errors import UnsupportedFeature
+
 aten = torch.ops.aten
 
 # Their element-wise result is reduced into its own storage (aten/src/ATen/native/Loss.cpp, Col2Im.cpp; measured with
@@ -55,9 +57,18 @@ def tensors_of(node: fx.Node) -> list[torch.Tensor | None]:
     return list(_flat(node.meta.get("val")))
 
 
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided:
+        raise UnsupportedFeature(
+            f"a tensor of layout {tensor.layout} appears in the step (a sparse gradient, a sparse operand): its "
+            "memory cannot be planned. Remedy: dense tensors, for instance Embedding(sparse=False)."
+        )
+    return tensor
+
+
 def _flat(value: Any) -> Iterator[torch.Tensor | None]:
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _flat(item)
     else:
-        yield value if isinstance(value, torch.Tensor) else None
+        yield _dense(value) if isinstance(value, torch.Tensor) else None

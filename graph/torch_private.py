@@ -19,6 +19,8 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
+from placemat.graph.errors import UnsupportedFeature
+
 __all__ = [
     "TANGENTS_ARE_FREED",
     "BackendCompilerFailed",
@@ -66,6 +68,8 @@ def compile_settings() -> Iterator[None]:
         optimize_ddp=False,
         ignore_logger_methods=ignored,
         suppress_errors=False,
+        # Otherwise Dynamo draws numpy's random numbers from torch's generator; now such a call ends the capture.
+        use_numpy_random_stream=True,
     ):
         yield
 
@@ -75,11 +79,16 @@ def disable_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
-def clear_donated_buffers() -> None:
-    """While compiling: tell AOT that no saved tensor may be overwritten, so that backward(retain_graph=True) works."""
+def clear_donated_buffers() -> Any:
+    """While compiling: tell AOT that no saved tensor may be overwritten, so that backward(retain_graph=True) works.
+
+    Returns AOT's description of the region, by which `backward_node` knows the region's node again.
+    """
     context = TracingContext.try_get()
-    if context is not None and context.fw_metadata is not None:
-        context.fw_metadata.bw_donated_idxs = []
+    assert context is not None, "called outside a compilation"
+    assert context.fw_metadata is not None, "called before AOTAutograd has traced"
+    context.fw_metadata.bw_donated_idxs = []
+    return context.fw_metadata
 
 
 def is_tangent(placeholder: torch.fx.Node) -> bool:
@@ -91,18 +100,29 @@ def mutated_input_of_output(desc: Any) -> int | None:
     """Index of the input whose new content an output carries, or None if the output is the user's."""
     if type(desc).__name__ != "InputMutationAOTOutput":
         return None
-    index: int = desc.mutated_input.idx
+    index: int | None = getattr(desc.mutated_input, "idx", None)
+    if index is None:
+        raise UnsupportedFeature(
+            "the forward overwrites an input or buffer that shares its storage with another one. Remedy: clone() "
+            "one of them, or write to a tensor of its own."
+        )
     return index
 
 
-def backward_node(outputs: Any) -> Any:
-    """The autograd node of a compiled region, found from its outputs (a view output sits a step or two above it)."""
+def backward_node(outputs: Any, region: Any) -> Any:
+    """The autograd node of a compiled region, found from its outputs (a view output sits a step or two above it).
+
+    `region` is what `clear_donated_buffers` returned for it; nodes of other regions, before this one, are passed over.
+    """
     queue = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     seen = set()
     while queue:
         node = queue.pop(0)
-        if "CompiledFunctionBackward" in node.name():
+        forward = getattr(node, "_forward_cls", None)
+        if getattr(forward, "metadata", None) is region:
             return node
+        if forward is not None and hasattr(forward, "compiled_bw"):
+            continue
         seen.add(node)
         queue.extend(n for n, _ in node.next_functions if n is not None and n not in seen)
     return None

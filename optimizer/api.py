@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from placemat.calls import module_digest, the_device
 from placemat.cost_models import CostModel, default_cost_model
 from placemat.graph.errors import PlacematError, PlanMismatch
 from placemat.handle import Handle
-from placemat.pipeline import Planner, Progress, module_digest, the_device
+from placemat.pipeline import Planner, Progress
 from placemat.plan import Plan
 from placemat.units import parse_bytes, parse_fraction
 
@@ -124,6 +125,8 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
         PlanMismatch: the module's parameters are not those that the plan is for. Whether the graph and the shapes are
             is seen at the first training call, which raises PlanMismatch too if they are not.
     """
+    if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
+        raise PlacematError(f"apply(model, plan) got {type(model).__name__} and {type(plan).__name__}.")
     digest = module_digest(model)
     if digest != plan.module_digest:
         raise PlanMismatch(
@@ -186,11 +189,10 @@ def _planner(
     gap: float = 0.01,
     progress: bool | Progress = False,
 ) -> Planner:
-    if not isinstance(model, nn.Module):
-        raise PlacematError(f"expected a torch.nn.Module, got {type(model).__name__}.")
+    _check_arguments(model, example_args, example_kwargs, cost_model, loss_fn, time_limit_s, gap)
     if (budget_bytes is None) == (budget_fraction is None):
         raise PlacematError(
-            'give either budget_bytes (an int, or text such as "8 GiB") or budget_fraction (0 to 1), not both.'
+            'give one of budget_bytes (an int, or text such as "8 GiB") and budget_fraction (0 to 1), and not both.'
         )
     device = the_device(model, example_args, example_kwargs)
     return Planner(
@@ -204,6 +206,28 @@ def _planner(
         gap=gap,
         progress=_progress(progress),
     )
+
+
+def _check_arguments(
+    model: object, args: object, kwargs: object, cost_model: object, loss_fn: object, time_limit_s: float, gap: float
+) -> None:
+    """Refuse what is of the wrong kind, before anything is done with it."""
+    if not isinstance(model, nn.Module):
+        raise PlacematError(f"expected a torch.nn.Module, got {type(model).__name__}.")
+    if args is not None and not isinstance(args, (tuple, list)):
+        raise PlacematError(
+            f"example_args must be a tuple of positional arguments, got {type(args).__name__}: write (x,)."
+        )
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise PlacematError(f"example_kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}.")
+    if cost_model is not None and not hasattr(cost_model, "op_cost"):
+        raise PlacematError(f"cost_model must have op_cost(op) and source, got {type(cost_model).__name__}.")
+    if loss_fn is not None and not callable(loss_fn):
+        raise PlacematError(f"loss_fn must map the model's output to the loss, got {type(loss_fn).__name__}.")
+    if not time_limit_s > 0 or not gap >= 0:
+        raise PlacematError(f"time_limit_s must be positive and gap not negative, got {time_limit_s} and {gap}.")
+    if any(nn.parameter.is_lazy(p) for p in (*model.parameters(), *model.buffers())):
+        raise PlacematError("the model has uninitialized (lazy) parameters. Remedy: run it once before planning.")
 
 
 def _progress(progress: bool | Progress) -> Progress | None:

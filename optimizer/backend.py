@@ -28,12 +28,14 @@ Planner = Callable[[JointGraph], tuple[Lowering, Schedule]]
 class Backend:
     """A Dynamo backend for one module. `planner` must not hold the module: Dynamo's cache would keep it alive.
 
-    `runs` counts forwards of emitted code, so that the handle notices a call that did not go through it.
+    `runs` counts forwards of emitted code, so that the handle notices a call that did not go through it;
+    `compilations` counts graphs that were emitted.
     """
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.runs = 0
+        self.compilations = 0
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         names = input_names(graph_module)
@@ -43,10 +45,11 @@ class Backend:
             lowering, schedule = self.planner(make_joint(joint, num_fwd_outputs, names))
             step = emit(lowering, schedule)
             emitted["backward"] = _backward(step, lowering)
+            self.compilations += 1
             return step.forward, step.backward
 
         def compile_forward(forward: fx.GraphModule, example_inputs: Any) -> Boxed:
-            torch_private.clear_donated_buffers()
+            emitted["region"] = torch_private.clear_donated_buffers()
             return self._counted(boxed_function(forward, "forward"))
 
         def compile_backward(backward: fx.GraphModule, example_inputs: Any) -> Any:
@@ -57,7 +60,7 @@ class Backend:
 
         def run(*args: Any) -> Any:
             outputs = compiled(*args)
-            guard_backward(outputs)
+            guard_backward(outputs, emitted["region"])
             return outputs
 
         return run
@@ -71,13 +74,13 @@ class Backend:
         return counted
 
 
-def guard_backward(outputs: Any) -> None:
+def guard_backward(outputs: Any, region: Any) -> None:
     """Prepare the autograd node of a forward that just ran.
 
     Gradients that the loss does not send stay None instead of zeros; a backward that is itself recorded for a second
     derivative is refused, because PyTorch would return wrong values for some inputs without a word.
     """
-    node = torch_private.backward_node(outputs)
+    node = torch_private.backward_node(outputs, region)
     if node is None:
         return
     node.set_materialize_grads(False)

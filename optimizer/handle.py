@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from placemat.backend import Backend
 from placemat.graph import torch_private
-from placemat.graph.capture import capture, make_entry, reported
+from placemat.graph.capture import Interrupt, capture, make_entry, reported
 from placemat.graph.errors import PlanMismatch, UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
@@ -29,6 +29,12 @@ from placemat.plan import Plan
 from placemat.schedule import Schedule
 
 log = logging.getLogger("placemat")
+
+_MANY_COMPILATIONS = (8, 32, 128, 512)
+
+
+class _Unplanned(Interrupt):
+    """The graph that is being compiled has no plan yet."""
 
 
 class Handle:
@@ -53,7 +59,6 @@ class Handle:
     def _start(self) -> None:
         """State that belongs to this process: compiled code and which calls were seen."""
         self._decisions: dict[Any, bool] = {}  # call key -> whether the original forward runs
-        self._compiled_keys: set[Any] = set()
         self._entry = make_entry()
         self._backend = Backend(_weak_planner(self))
         self._compiled = torch.compile(self._entry, backend=self._backend, fullgraph=True, dynamic=False)
@@ -125,13 +130,23 @@ class Handle:
         return plan.runs_original
 
     def _run_planned(self, key: Any, args: Any, kwargs: Any) -> Any:
-        runs = self._backend.runs
-        if key in self._compiled_keys:
+        try:
+            return self._run_compiled(args, kwargs)
+        except _Unplanned:  # Python state outside the arguments has changed what the forward does
+            self._decisions[key] = self._decide(args, kwargs)
+        return self.original(*args, **kwargs) if self._decisions[key] else self._run_compiled(args, kwargs)
+
+    def _run_compiled(self, args: Any, kwargs: Any) -> Any:
+        runs, compilations = self._backend.runs, self._backend.compilations
+        with torch_private.compile_settings(), reported(self.original):
             output = self._compiled(self.original, args, kwargs)
-        else:
-            with torch_private.compile_settings(), reported(self.original):
-                output = self._compiled(self.original, args, kwargs)
-            self._compiled_keys.add(key)
+        if self._backend.compilations > compilations and self._backend.compilations in _MANY_COMPILATIONS:
+            log.warning(
+                "placemat: %s was compiled %d times. Python state that its forward reads (a counter, a growing "
+                "list, a float schedule) probably changes with every step, and each change costs a compilation.",
+                type(self.module).__name__,
+                self._backend.compilations,
+            )
         if self._backend.runs == runs:
             raise UnsupportedFeature(
                 "the planned code did not run: something turned torch.compile off for this call (a compiler stance "
@@ -147,11 +162,7 @@ class Handle:
             (given,) = self.plans.values()
             _check_fingerprint(given, joint.fingerprint)
         if plan is None:
-            raise UnsupportedFeature(
-                "PyTorch captured another graph for this call than the one that was planned, although shapes and "
-                "flags are the same: Python state outside the arguments decides what the forward does. Remedy: "
-                "pass that state as an argument."
-            )
+            raise _Unplanned
         return relower(joint, plan), plan.schedule
 
 

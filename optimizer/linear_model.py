@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,12 +50,10 @@ class LinearAnswer:
 
 @dataclass
 class LinearModel:
-    """Columns with bounds and kind, rows with bounds; every one has a name."""
+    """Columns in [0, 1], continuous or binary; rows with bounds. Every one has a name."""
 
     name: str
     column_names: list[str] = field(default_factory=list)
-    column_lower: list[float] = field(default_factory=list)
-    column_upper: list[float] = field(default_factory=list)
     is_integer: list[bool] = field(default_factory=list)
     row_names: list[str] = field(default_factory=list)
     row_lower: list[float] = field(default_factory=list)
@@ -64,11 +62,9 @@ class LinearModel:
     row_columns: list[int] = field(default_factory=list)
     coefficients: list[float] = field(default_factory=list)
 
-    def add_column(self, name: str, *, lower: float = 0.0, upper: float = 1.0, is_integer: bool = False) -> int:
-        """A column in [lower, upper]; returns its index."""
+    def add_column(self, name: str, *, is_integer: bool = False) -> int:
+        """A column in [0, 1]; returns its index."""
         self.column_names.append(name)
-        self.column_lower.append(lower)
-        self.column_upper.append(upper)
         self.is_integer.append(is_integer)
         return len(self.column_names) - 1
 
@@ -103,8 +99,6 @@ class LinearModel:
         *,
         time_limit_s: float,
         gap: float,
-        is_relaxed: bool = False,
-        log: Callable[[str], None] | None = None,
     ) -> LinearAnswer:
         """Minimise sum of cost * column with HiGHS on one thread, so that equal models give equal answers.
 
@@ -112,19 +106,16 @@ class LinearModel:
             costs: column -> objective coefficient.
             time_limit_s: wall-clock seconds.
             gap: stop when (objective - bound) / objective is at most this.
-            is_relaxed: solve the linear relaxation.
-            log: takes HiGHS's log line by line.
 
         Raises:
             SolverFailed: HiGHS is missing from the installed ortools, or it failed numerically.
         """
-        model = mathopt.Model.from_model_proto(self._proto(costs, is_relaxed))
+        model = mathopt.Model.from_model_proto(self._proto(costs))
         try:
             result = mathopt.solve(
                 model,
                 mathopt.SolverType.HIGHS,
                 params=_parameters(time_limit_s, gap),
-                msg_cb=None if log is None else lambda lines: [log(line) for line in lines][:0],
                 remove_names=True,
             )
         except (AttributeError, RuntimeError, ValueError) as error:
@@ -149,13 +140,13 @@ class LinearModel:
         bound = math.inf if status == "infeasible" else termination.objective_bounds.dual_bound
         return LinearAnswer(status, limit, values, objective, bound)
 
-    def _proto(self, costs: Mapping[int, float], is_relaxed: bool) -> model_pb2.ModelProto:
+    def _proto(self, costs: Mapping[int, float]) -> model_pb2.ModelProto:
         proto = model_pb2.ModelProto(name=self.name)
         proto.variables.ids.extend(range(len(self.column_names)))
         proto.variables.names.extend(self.column_names)
-        proto.variables.lower_bounds.extend(self.column_lower)
-        proto.variables.upper_bounds.extend(self.column_upper)
-        proto.variables.integers.extend([False] * len(self.is_integer) if is_relaxed else self.is_integer)
+        proto.variables.lower_bounds.extend([0.0] * len(self.column_names))
+        proto.variables.upper_bounds.extend([1.0] * len(self.column_names))
+        proto.variables.integers.extend(self.is_integer)
         proto.linear_constraints.ids.extend(range(len(self.row_names)))
         proto.linear_constraints.names.extend(self.row_names)
         proto.linear_constraints.lower_bounds.extend(self.row_lower)

@@ -1,8 +1,9 @@
 """Phases: where a step is cut, and what may be wanted until when. It fixes the family of schedules that is searched.
 
 Phases 0 = k_0 < ... < k_P = T. In a phase after the one of its first run an op may be recomputed once, before any step
-of the phase; recomputations before the same step run in index order. P = 2 cut at the border is "kept, or recomputed
-once in backward"; P = T is the stage-wise family of Checkmate (Jain et al., MLSys 2020, arXiv 1910.02653).
+of the phase; recomputations before the same step run in index order. A value that is carried into a phase is held
+there as long as anything wants it, not dropped and remade for a later reader. P = 2 cut at the border is "kept, or
+recomputed once in backward"; P = T is the stage-wise family of Checkmate (Jain et al., MLSys 2020, arXiv 1910.02653).
 """
 
 from __future__ import annotations
@@ -32,11 +33,6 @@ class Phases:
     @property
     def num_phases(self) -> int:
         return len(self.cuts) - 1
-
-    @property
-    def is_stepwise(self) -> bool:
-        """Every phase has one step."""
-        return self.num_phases == len(self.phase_of)
 
     def steps(self, phase: int) -> range:
         return range(self.cuts[phase], self.cuts[phase + 1])
@@ -106,7 +102,6 @@ class Wants:
         uses: per value, steps whose first run reads it, ascending.
         readers: per value, recomputable ops whose recomputation reads it, ascending.
         last_phase: per value, L(v): last phase in which anything may read it.
-        op_last_phase: per op, L(o): the largest L of its unpinned outputs; its own phase if it may not be recomputed.
         rises: (op, phase) -> steps, ascending, by which a recomputation in that phase may have run.
         value_rises: (unpinned value, phase) -> steps, ascending, by which a copy of this value may be taken.
     """
@@ -114,7 +109,6 @@ class Wants:
     uses: tuple[tuple[int, ...], ...]
     readers: tuple[tuple[int, ...], ...]
     last_phase: tuple[int, ...]
-    op_last_phase: tuple[int, ...]
     rises: dict[tuple[int, int], tuple[int, ...]]
     value_rises: dict[tuple[int, int], tuple[int, ...]]
 
@@ -137,7 +131,7 @@ def find_wants(problem: Problem, phases: Phases, grid: Collection[int]) -> Wants
                 readers[v].append(step)
     last_phase, op_last_phase = _last_phases(problem, phases, uses, readers)
     rises, value_rises = _rises(problem, phases, uses, op_last_phase, last_phase, grid)
-    return Wants(tuple(map(tuple, uses)), tuple(map(tuple, readers)), last_phase, op_last_phase, rises, value_rises)
+    return Wants(tuple(map(tuple, uses)), tuple(map(tuple, readers)), last_phase, rises, value_rises)
 
 
 def _last_phases(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,14 +11,17 @@ import torch
 from torch import nn
 
 from placemat.baselines import save_all
+from placemat.calls import check_trainable, input_digest, module_digest, the_device
 from placemat.cost_models.base import CostModel, Costs, cost_graph
+from placemat.cost_models.workspaces import is_known
 from placemat.floor import Floor, minimum_budget
 from placemat.graph.capture import capture
-from placemat.graph.errors import BudgetTooSmall, PlanMismatch, UnsupportedFeature
+from placemat.graph.errors import BudgetTooSmall, InvalidSchedule, PlanMismatch
+from placemat.graph.ir import OpGraph
 from placemat.graph.joint import JointGraph
 from placemat.graph.loss import capture_loss
 from placemat.graph.lower import LossRegion, Lowering, lower
-from placemat.graph.static import devices_of, static_bytes, tensors_in
+from placemat.graph.static import static_bytes
 from placemat.plan import Plan, build_plan, peak_breakdown
 from placemat.problem import Problem
 from placemat.simulate import simulate
@@ -94,18 +96,17 @@ class Planner:
         is_ample = self.budget_bytes is not None and self.budget_bytes >= stages.eager_bound_bytes
         floor = _quick_floor(stages.problem) if is_ample else self.floor(stages)
         budget_bytes = self._budget(stages, floor)
+        if budget_bytes < floor.minimum_bytes:
+            raise _too_small(stages, floor, budget_bytes, self.reserved_bytes)
         self._say(f"solving for {format_bytes(budget_bytes)}")
-        try:
-            result = solve(
-                stages.problem,
-                budget_bytes,
-                time_limit_s=self.time_limit_s,
-                gap=self.gap,
-                warm_start=floor.schedule,
-                progress=self.progress,
-            )
-        except BudgetTooSmall:
-            raise _too_small(stages, floor, budget_bytes, self.reserved_bytes) from None
+        result = solve(
+            stages.problem,
+            budget_bytes,
+            time_limit_s=self.time_limit_s,
+            gap=self.gap,
+            warm_start=floor.schedule,
+            progress=self.progress,
+        )
         return build_plan(
             stages.lowering.graph,
             stages.costs,
@@ -113,7 +114,7 @@ class Planner:
             result,
             budget_bytes=budget_bytes,
             reserved_bytes=self.reserved_bytes,
-            floor_bytes=floor.minimum_bytes,
+            floor_bytes=min(floor.minimum_bytes, result.simulation.peak_bytes),
             floor_proven=floor.proven,
             keep_everything_bytes=stages.keep_everything_bytes,
             capture_seconds=stages.capture_seconds,
@@ -122,6 +123,7 @@ class Planner:
             runs_original=budget_bytes >= stages.eager_bound_bytes,
             eager_bound_bytes=stages.eager_bound_bytes,
             options=self._options(stages),
+            notes=_notes(stages.lowering.graph),
         )
 
     def stages(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Stages:
@@ -205,6 +207,17 @@ class Planner:
             self.progress(what)
 
 
+def _notes(graph: OpGraph) -> tuple[str, ...]:
+    """What the figures leave out."""
+    unknown = sorted({op.target for op in graph.ops if graph.device == "cpu" and not is_known(op.target)})
+    if not unknown:
+        return ()
+    return (
+        f"workspaces of {', '.join(unknown)} are not known and counted as 0 bytes: the real peak may be higher. Try "
+        "cost_model=MeasuredWorkspaces(default_cost_model('cpu')), or reserved_bytes=.",
+    )
+
+
 # A floor takes seconds, and the budgets that people ask for come from it: what minimum_budget() said must hold for the
 # optimize() that follows.
 _FLOORS: dict[Problem, Floor] = {}
@@ -236,13 +249,29 @@ def relower(joint: JointGraph, plan: Plan) -> Lowering:
         ),
         accumulate_grad=options["accumulate_grad"],
     )
-    planned_ops = 1 + max(plan.schedule.computes)
+    planned_ops = 1 + max(plan.schedule.computes, default=-1)
     if planned_ops != len(lowering.graph.ops):
         raise PlanMismatch(
             f"the plan schedules {planned_ops} ops and this placemat makes {len(lowering.graph.ops)} of the same "
             f"graph: it was saved by placemat {plan.placemat_version}. Remedy: plan() again."
         )
+    _check_schedule(lowering.graph, plan)
     return lowering
+
+
+def _check_schedule(graph: OpGraph, plan: Plan) -> None:
+    """The referee once more, workspaces left out: a plan file may have been edited."""
+    nothing = (0,) * len(graph.ops)
+    problem = Problem.from_op_graph(graph, Costs((0.0,) * len(graph.ops), nothing, nothing, ""))
+    try:
+        peak_bytes = simulate(problem, plan.schedule).peak_bytes
+    except InvalidSchedule as error:
+        raise PlanMismatch(f"the plan's schedule is not one for this graph: {error}. Remedy: plan() again.") from None
+    if peak_bytes > plan.predicted_peak_bytes:
+        raise PlanMismatch(
+            f"the plan's schedule needs at least {peak_bytes} bytes, more than the {plan.predicted_peak_bytes} that it "
+            "predicts: it was edited. Remedy: plan() again."
+        )
 
 
 def eager_bound(problem: Problem) -> int:
@@ -254,42 +283,6 @@ def eager_bound(problem: Problem) -> int:
     return problem.static_bytes + values + max((op.workspace_bytes for op in problem.ops), default=0)
 
 
-def the_device(model: nn.Module, args: Any, kwargs: Any) -> torch.device:
-    """The one device of model and inputs.
-
-    Raises:
-        UnsupportedFeature: there are several.
-    """
-    devices = devices_of(model, args, kwargs)
-    if len(devices) > 1:
-        raise UnsupportedFeature(
-            f"model and inputs are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); a budget is "
-            "about one. Remedy: move all of them to one device."
-        )
-    return devices.pop()
-
-
-def check_trainable(model: nn.Module, args: Any, kwargs: Any) -> None:
-    """Refuse a call that has no backward, before anything is captured."""
-    if not any(t.requires_grad for t in (*model.parameters(), *tensors_in((args, kwargs)))):
-        raise UnsupportedFeature(
-            "nothing to train: no parameter of the model and no input requires a gradient, so there is no backward to "
-            "plan for. Remedy: set requires_grad on what is trained."
-        )
-
-
-def module_digest(model: nn.Module) -> str:
-    """sha256 over names, shapes and dtypes of the module's parameters and buffers."""
-    rows = [f"{n}|{tuple(t.shape)}|{t.dtype}" for n, t in (*model.named_parameters(), *model.named_buffers())]
-    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
-
-
-def input_digest(args: Any, kwargs: Any) -> str:
-    """sha256 over shapes and dtypes of the tensor inputs."""
-    rows = [f"{tuple(t.shape)}|{t.dtype}" for t in tensors_in((args, kwargs))]
-    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
-
-
 def _too_small(stages: Stages, floor: Floor, budget_bytes: int, reserved_bytes: int) -> BudgetTooSmall:
     """The floor's answer, with the decomposition at the binding step and the user's line."""
     graph = stages.lowering.graph
@@ -299,9 +292,9 @@ def _too_small(stages: Stages, floor: Floor, budget_bytes: int, reserved_bytes: 
     parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in breakdown.items() if size)
     where = f"{op.name} ({op.target}{', in ' + op.module_path if op.module_path else ''})"
     proven = (
-        "no plan of the P = 2 family needs less"
+        "no plan in which each value is recomputed at most once needs less"
         if floor.proven
-        else f"the bound so far is {floor.lower_bound_bytes} bytes"
+        else f"no smaller one was found, and below {floor.lower_bound_bytes} bytes there is none"
     )
     return BudgetTooSmall(
         f"budget {budget_bytes} bytes ({format_bytes(budget_bytes)}) is too small: the smallest budget is "

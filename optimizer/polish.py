@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from placemat.problem import Problem
 from placemat.schedule import Compute, Schedule, canonical
@@ -80,7 +81,7 @@ class _Profile:
 
     def _fits(self, stretches: list[tuple[int, int]], budget_bytes: int) -> bool:
         held_bytes = 0
-        for (start, num_bytes), (stop, _) in zip(stretches, stretches[1:], strict=False):
+        for (start, num_bytes), (stop, _) in pairwise(stretches):
             held_bytes += num_bytes
             if max(self.running[start:stop], default=0) + held_bytes > budget_bytes:
                 return False

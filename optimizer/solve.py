@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +12,6 @@ import numpy as np
 from placemat.baselines import save_all
 from placemat.decode import decode
 from placemat.floor import budget_too_small, minimum_budget, static_lower_bound
-from placemat.greedy import greedy
 from placemat.milp import Retention
 from placemat.phases import Phases, PhasesArgument, make_phases
 from placemat.polish import drop_needless
@@ -20,7 +19,7 @@ from placemat.problem import Problem
 from placemat.refinement import FRACTION, TIE_SCALE, Refinement, cost_unit_s, first_grid
 from placemat.schedule import Schedule
 from placemat.simulate import Simulation, simulate
-from placemat.starts import is_cut_by_default, starting_schedules
+from placemat.starts import starting_schedules
 
 # Part of the remaining time that one MILP may take: a plan that fails the referee needs another one.
 SHARE_OF_TIME = 0.7
@@ -89,8 +88,8 @@ def solve(
         search.offer(everything)
         return search.result(started)
     starts = starting_schedules(problem, family) + ([] if warm_start is None else [warm_start])
-    cheap = greedy(problem, budget_bytes) if is_cut_by_default(problem, family) else None
-    search.offer_all(starts if cheap is None else [*starts, cheap])
+    for start in starts:
+        search.offer(start)
     if budget_bytes >= static_lower_bound(problem):
         lowest = min(starts, key=lambda schedule: simulate(problem, schedule).peak_bytes)
         search.run(lowest if search.best is None else search.best)
@@ -126,21 +125,15 @@ class _Search:
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
 
-    def offer_all(self, schedules: Sequence[Schedule]) -> None:
-        """Take the cheapest of those that fit, without what it need not recompute."""
-        for schedule in schedules:
-            self.offer(schedule)
-        if self.best is not None:
-            self.offer(drop_needless(self.problem, self.best, self.budget_bytes))
-
     def offer(self, schedule: Schedule) -> None:
-        """Take a schedule if it fits and is cheaper, or as cheap with fewer recomputations."""
-        simulation = simulate(self.problem, schedule)
-        if simulation.peak_bytes > self.budget_bytes or simulation.recompute_seconds > self.best_seconds:
+        """Take a schedule that fits, less what it need not recompute, if it is cheaper or as cheap in fewer runs."""
+        if simulate(self.problem, schedule).peak_bytes > self.budget_bytes:
             return
-        is_cheaper = simulation.recompute_seconds < self.best_seconds
-        if self.best is None or is_cheaper or len(schedule.recomputes) < len(self.best.recomputes):
-            self.best, self.best_seconds = schedule, simulation.recompute_seconds
+        schedule = drop_needless(self.problem, schedule, self.budget_bytes)
+        seconds = simulate(self.problem, schedule).recompute_seconds
+        is_shorter = self.best is not None and len(schedule.recomputes) < len(self.best.recomputes)
+        if seconds < self.best_seconds or (seconds == self.best_seconds and is_shorter):
+            self.best, self.best_seconds = schedule, seconds
 
     def is_closed(self) -> bool:
         """Objective and bound agree within the gap; the tie-break alone may hold them apart by its own size."""
@@ -180,7 +173,7 @@ class _Search:
         if simulation.peak_bytes > self.budget_bytes:
             refinement.tighten(built, schedule, simulation, answer.values)
             return True
-        self.offer(drop_needless(self.problem, schedule, self.budget_bytes))
+        self.offer(schedule)
         # Another solve starts from nothing: it helps only against Y that are fractional at the optimum.
         return answer.status == "optimal" and not self.is_closed() and refinement.make_binary(built, answer.values)
 

@@ -11,13 +11,8 @@ from placemat.schedule import Schedule
 
 
 def starting_schedules(problem: Problem, phases: Phases) -> list[Schedule]:
-    """Schedules of the family, in a fixed order. Those that cut at the border belong to it if it cuts there, too."""
+    """Schedules of the family, in a fixed order; those with one cut belong to it if it has that cut, too."""
     schedules = [save_all(problem)]
-    if is_cut_by_default(problem, phases):
+    if default_cut(problem) in phases.cuts[1:-1]:
         schedules += [recompute_all(problem), chen_sqrt_n(problem), lowest_peak(problem)]
     return schedules
-
-
-def is_cut_by_default(problem: Problem, phases: Phases) -> bool:
-    """Whether plans that recompute each op at most once after `default_cut` belong to the family."""
-    return default_cut(problem) in phases.cuts[1:-1]

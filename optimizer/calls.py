@@ -1,0 +1,48 @@
+"""Calls: what must hold of a module and its arguments before anything is captured, and how they are known again."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from placemat.graph.errors import UnsupportedFeature
+from placemat.graph.static import devices_of, tensors_in
+
+
+def the_device(model: nn.Module, args: Any, kwargs: Any) -> torch.device:
+    """The one device of model and inputs.
+
+    Raises:
+        UnsupportedFeature: there are several.
+    """
+    devices = devices_of(model, args, kwargs)
+    if len(devices) > 1:
+        raise UnsupportedFeature(
+            f"model and inputs are on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}); a budget is "
+            "about one. Remedy: move all of them to one device."
+        )
+    return devices.pop()
+
+
+def check_trainable(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuse a call that has no backward, before anything is captured."""
+    if not any(t.requires_grad for t in (*model.parameters(), *tensors_in((args, kwargs)))):
+        raise UnsupportedFeature(
+            "nothing to train: no parameter of the model and no input requires a gradient, so there is no backward "
+            "to plan for. Remedy: set requires_grad on what is trained."
+        )
+
+
+def module_digest(model: nn.Module) -> str:
+    """sha256 over names, shapes and dtypes of the module's parameters and buffers."""
+    rows = [f"{n}|{tuple(t.shape)}|{t.dtype}" for n, t in (*model.named_parameters(), *model.named_buffers())]
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+
+
+def input_digest(args: Any, kwargs: Any) -> str:
+    """sha256 over shapes and dtypes of the tensor inputs."""
+    rows = [f"{tuple(t.shape)}|{t.dtype}" for t in tensors_in((args, kwargs))]
+    return hashlib.sha256("\n".join(rows).encode()).hexdigest()

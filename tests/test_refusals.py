@@ -1,0 +1,184 @@
+"""Situations from which a wrong result, a broken budget or a foreign error could come: right, or refused by name."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import placemat
+from placemat import plan_file
+from tests.steps import make_step, run_step
+
+
+class Wrap(nn.Module):
+    """A linear layer with a forward given as a function of (module, input)."""
+
+    def __init__(self, forward, **parts) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+        self.b = nn.Linear(8, 8)
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.run = forward
+
+    def forward(self, x: torch.Tensor):
+        return self.run(self, x)
+
+
+X = torch.linspace(-1, 1, 48).view(6, 8)
+
+
+def test_numpy_random_numbers_are_refused():
+    model = Wrap(lambda m, x: (m.a(x) * torch.from_numpy(np.random.rand(8)).float()).sum())
+    with pytest.raises(placemat.CaptureError, match="random"):
+        placemat.optimize(model, "1 GiB", (X,))
+
+
+def test_batch_norm_whose_new_statistics_are_read_runs_once():
+    def forward(m, x):
+        h = m.norm(m.a(x)).tanh()
+        return (h * m.norm.running_mean + m.norm.running_var).pow(2).mean()
+
+    model = Wrap(forward, norm=nn.BatchNorm1d(8))
+    expected = run_step(model, (X,))
+    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    assert run_step(model, (X,)).same_as(expected)
+
+
+def test_second_module_whose_outputs_are_all_views_leaves_unreached_gradients_none():
+    def views(m, x):
+        h, g = torch.exp(m.a(x)), torch.sin(m.b(x))
+        return x.view(-1), h.view(-1), h.t(), g.view(-1)
+
+    first, second = Wrap(lambda m, x: m.a(x)), Wrap(views)
+    hidden = first(X)
+    placemat.optimize(first, None, (X,), budget_fraction=0.5)
+    placemat.optimize(second, None, (hidden.detach().requires_grad_(),), budget_fraction=0.5)
+    second(first(X))[1].sum().backward()
+    assert second.a.weight.grad is not None
+    assert second.b.weight.grad is None
+
+
+def test_changed_attribute_is_planned_again():
+    model = Wrap(lambda m, x: (m.a(x) if m.flag else m.b(m.a(x))).pow(2).sum(), flag=True)
+    placemat.optimize(model, None, (X,), budget_fraction=1.0)
+    run_step(model, (X,))
+    model.flag = False
+    plan = model.plan
+    got = run_step(model, (X,))
+    assert model.plan is not plan
+    placemat.restore(model)
+    assert got.same_as(run_step(model, (X,)))
+
+
+def test_counter_in_the_forward_keeps_running_and_is_warned_about(caplog):
+    def forward(m, x):
+        m.count += 1
+        return m.a(x).sum()
+
+    model = Wrap(forward, count=0)
+    floor = placemat.minimum_budget(model, (X,))
+    placemat.optimize(model, floor, (X,))
+    model.count = 0
+    with caplog.at_level(logging.WARNING, logger="placemat"):
+        for _ in range(10):
+            run_step(model, (X,))
+    assert model.count == 10
+    assert "compiled 8 times" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("forward", "parts", "words"),
+    [
+        (lambda m, x: torch.linalg.inv(m.a(x)[:, :6] + 9 * torch.eye(6)).sum(), {}, "side effects"),
+        (
+            lambda m, x: m.table(torch.arange(4)).sum() + m.a(x).sum(),
+            {"table": nn.Embedding(9, 3, sparse=True)},
+            "sparse",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(forward, parts, words):
+    model = Wrap(forward, **parts)
+    with pytest.raises(placemat.UnsupportedFeature, match=words):
+        placemat.optimize(model, "1 GiB", (X,))
+    assert "forward" not in model.__dict__
+
+
+def test_overwritten_buffer_that_shares_storage_is_refused():
+    def forward(m, x):
+        m.row.add_(x.sum(0))
+        return (m.a(x) + m.row + m.rows.sum(0)).sum()
+
+    model = Wrap(forward)
+    model.register_buffer("rows", torch.zeros(2, 8))
+    model.register_buffer("row", model.rows[0])
+    with pytest.raises(placemat.UnsupportedFeature, match="shares its storage"):
+        placemat.optimize(model, "1 GiB", (X,))
+
+
+def test_full_backward_hook_on_a_submodule_is_refused_by_name():
+    model = Wrap(lambda m, x: m.a(x).sum())
+    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    run_step(model, (X,))
+    model.a.register_full_backward_hook(lambda *_: None)
+    with pytest.raises(placemat.CaptureError, match="hook"):
+        model(X)
+
+
+@pytest.mark.parametrize("loss_fn", [lambda o: o, lambda o: (o.sum(), o.mean())])
+def test_loss_that_is_no_number_is_refused(loss_fn):
+    with pytest.raises(placemat.UnsupportedFeature, match="one element"):
+        placemat.plan(Wrap(lambda m, x: m.a(x)), "1 GiB", (X,), loss_fn=loss_fn)
+
+
+def test_arguments_of_the_wrong_kind_are_refused():
+    model, args = make_step("branches")
+    for call, words in (
+        (lambda: placemat.optimize(model, "1 GiB", args[0]), "tuple"),
+        (lambda: placemat.optimize(model, "1 GiB", args, "kwargs"), "dict"),
+        (lambda: placemat.optimize(model, "1 GiB", args, cost_model="fast"), "op_cost"),
+        (lambda: placemat.optimize(model, "1 GiB", args, loss_fn=3), "loss_fn"),
+        (lambda: placemat.optimize(model, "1 GiB", args, time_limit_s=-1), "time_limit_s"),
+        (lambda: placemat.optimize(nn.LazyLinear(3), "1 GiB", args), "lazy"),
+        (lambda: placemat.apply(model, "plan.json"), "apply"),
+    ):
+        with pytest.raises(placemat.PlacematError, match=words):
+            call()
+
+
+def test_op_with_an_unknown_workspace_is_noted():
+    plan = placemat.plan(Wrap(lambda m, x: torch.matrix_exp(m.a(x)[:, :6]).sum()), "1 GiB", (X,))
+    assert any("linalg_matrix_exp" in note for note in plan.notes)
+    assert "linalg_matrix_exp" in plan.summary()
+    assert placemat.plan(Wrap(lambda m, x: m.a(x).sum()), "1 GiB", (X,)).notes == ()
+
+
+def edited(plan: placemat.Plan, path, edit) -> placemat.Plan:
+    """The plan after somebody changed its file and the checksum with it."""
+    plan.save(path)
+    body = plan_file.read(path)
+    edit(body)
+    plan_file.write(path, body)
+    return placemat.Plan.load(path)
+
+
+def without_frees(body: dict) -> None:
+    body["schedule"] = [code for code in body["schedule"] if code >= 0]
+
+
+def without_recomputations(body: dict) -> None:
+    body["schedule"] = [c for i, c in enumerate(body["schedule"]) if c < 0 or c not in body["schedule"][:i]]
+
+
+@pytest.mark.parametrize("edit", [without_frees, without_recomputations])
+def test_edited_schedule_is_refused(tmp_path, edit):
+    model, args = make_step("branches")
+    plan = placemat.plan(model, None, args, budget_fraction=0.0)
+    placemat.apply(model, edited(plan, tmp_path / "plan.json", edit))
+    with pytest.raises(placemat.PlanMismatch, match="plan"):
+        model(*args)
