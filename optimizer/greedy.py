@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
+from placemat.polish import drop_needless
 from placemat.problem import Problem
 from placemat.replay import default_cut, may_be_dropped, replay
 from placemat.schedule import Schedule
@@ -28,7 +29,7 @@ _SHARES = (0.0, 0.1, 0.25, 0.4, 0.6, 0.8, 1.0)
 _STARTS = 2  # how many starting sets a search goes on from
 _TABU = 10  # moves for which a value whose drop did not help is left alone
 _MOST_EVALUATIONS = 1500
-_MOST_OP_VISITS = 2_000_000  # evaluations times ops: keeps the search to seconds on large graphs
+_MOST_OP_VISITS = 1_000_000  # evaluations times ops: keeps the search to seconds on large graphs
 _LEAST_SECONDS = 2e-6  # what any recomputation costs at least: keeps ratios finite where ops cost nothing
 
 
@@ -55,6 +56,7 @@ def greedy(problem: Problem, budget_bytes: int) -> Schedule | None:
     search = _Search(problem)
     best: tuple[float, frozenset[int]] | None = None
     for kept in search.starting_sets(budget_bytes):
+        search.allow_half()
         fitting = search.drop_until(kept, budget_bytes)
         if fitting is None:
             continue
@@ -89,6 +91,7 @@ class _Search:
         self.cut = default_cut(problem)
         self.max_evaluations = min(_MOST_EVALUATIONS, _MOST_OP_VISITS // len(problem.ops))
         self.evaluations = 0
+        self.limit = self.max_evaluations
         self.bytes = [v.bytes for v in problem.values]
         self.producer = [v.producer for v in problem.values]
         self.pinned = [v.pinned for v in problem.values]
@@ -108,13 +111,17 @@ class _Search:
         return self.profiles[kept]
 
     def starting_sets(self, budget_bytes: int) -> list[frozenset[int]]:
-        """Everything; the cheapest segments that fit; the leanest that do not."""
+        """The cheapest segments that fit; everything; the leanest segments that do not fit."""
         sets = sorted(self.segment_sets(), key=sorted)
         fit = [s for s in sets if self.profile(s).peak_bytes <= budget_bytes]
         over = [s for s in sets if self.profile(s).peak_bytes > budget_bytes]
         fit.sort(key=lambda s: (self.profile(s).recompute_s, self.profile(s).peak_bytes))
         over.sort(key=lambda s: self.profile(s).peak_bytes)
-        return [self.everything, *fit[:_STARTS], *over[: _STARTS if not fit else 1]]
+        return [*fit[:1], self.everything, *fit[1:_STARTS], *over[: _STARTS if not fit else 1]]
+
+    def allow_half(self) -> None:
+        """Let the next search have half of the evaluations that are left."""
+        self.limit = self.evaluations + (self.max_evaluations - self.evaluations) // 2
 
     def segment_sets(self) -> list[frozenset[int]]:
         """Keep what crosses every k-th narrow place of the forward, for several narrownesses and k."""
@@ -159,7 +166,7 @@ class _Search:
             for v in self._helpful(kept, budget_bytes):
                 if tabu.get(v, -1) >= move:
                     continue
-                if self.evaluations >= self.max_evaluations:
+                if self.evaluations >= self.limit:
                     return None
                 if self.profile(kept - {v}).excess_bytes(budget_bytes) < excess:
                     kept, move = kept - {v}, move + 1
@@ -170,32 +177,33 @@ class _Search:
         return kept
 
     def keep_more(self, kept: frozenset[int], budget_bytes: int) -> frozenset[int]:
-        """Keep further values while the plan fits and gets cheaper, most seconds per byte first, until nothing changes.
+        """Keep further values while the plan fits and gets cheaper, dearest per byte first, until nothing changes.
 
         Values are tried alone and with all other results of their op, without which the op would run again anyway.
         """
+        kept = self._hold_instead(kept, budget_bytes)
+
+        def worth(group: frozenset[int]) -> float:
+            (op,) = {self.producer[v] for v in group}
+            return self.problem.ops[op].runtime_s / max(1, sum(self.bytes[v] for v in group))
+
         changed = True
         while changed:
             changed = False
-            for group in self._worthwhile(kept):
-                if self.evaluations >= self.max_evaluations:
+            for group in sorted(self._groups(self.everything - kept), key=lambda g: (-worth(g), sorted(g))):
+                if self.evaluations >= self.limit:
                     return kept
                 more = self.profile(kept | group)
                 if more.peak_bytes <= budget_bytes and more.recompute_s < self.profile(kept).recompute_s:
                     kept, changed = kept | group, True
         return kept
 
-    def _worthwhile(self, kept: frozenset[int]) -> list[frozenset[int]]:
-        """Groups of missing values by the seconds that keeping them would save per byte, best first."""
-        now_s = self.profile(kept).recompute_s
-        scores = []
-        for group in self._groups(self.everything - kept):
-            if self.evaluations >= self.max_evaluations:
-                break
-            saved_s = now_s - self.profile(kept | group).recompute_s
-            if saved_s > 0:
-                scores.append((-saved_s / max(1, sum(self.bytes[v] for v in group)), sorted(group)))
-        return [frozenset(group) for _, group in sorted(scores)]
+    def _hold_instead(self, kept: frozenset[int], budget_bytes: int) -> frozenset[int]:
+        """What is kept once recomputations that the budget does not call for are left out: a quick first pass."""
+        schedule = drop_needless(self.problem, replay(self.problem, kept, self.cut), budget_bytes)
+        again = set(schedule.recomputes)
+        held = kept | {v for v in self.everything if self.producer[v] not in again}
+        return held if self.profile(held).excess_bytes(budget_bytes) == 0 else kept
 
     def _groups(self, missing: frozenset[int]) -> list[frozenset[int]]:
         groups: dict[frozenset[int], None] = {}

@@ -12,11 +12,13 @@ import numpy as np
 from placemat.baselines import save_all
 from placemat.decode import decode
 from placemat.floor import budget_too_small, minimum_budget, static_lower_bound
+from placemat.greedy import greedy
 from placemat.milp import Retention
 from placemat.phases import Phases, PhasesArgument, make_phases
 from placemat.polish import drop_needless
 from placemat.problem import Problem
 from placemat.refinement import FRACTION, TIE_SCALE, Refinement, cost_unit_s, first_grid
+from placemat.replay import default_cut
 from placemat.schedule import Schedule
 from placemat.simulate import Simulation, simulate
 from placemat.starts import starting_schedules
@@ -92,7 +94,10 @@ def solve(
         search.offer(start)
     if budget_bytes >= static_lower_bound(problem):
         lowest = min(starts, key=lambda schedule: simulate(problem, schedule).peak_bytes)
-        search.run(lowest if search.best is None else search.best)
+        grid_start = lowest if search.best is None else search.best
+        if tuple(family.cuts[1:-1]) == (default_cut(problem),):
+            search.offer_found(greedy(problem, budget_bytes))
+        search.run(grid_start)
     if search.best is None:
         floor = minimum_budget(
             problem,
@@ -124,6 +129,11 @@ class _Search:
 
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
+
+    def offer_found(self, schedule: Schedule | None) -> None:
+        """Take what a search without bounds came up with, if it came up with anything."""
+        if schedule is not None:
+            self.offer(schedule)
 
     def offer(self, schedule: Schedule) -> None:
         """Take a schedule that fits, less what it need not recompute, if it is cheaper or as cheap in fewer runs."""
