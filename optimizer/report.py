@@ -63,8 +63,9 @@ class Report:
         lines = [
             f"{self.count('bitwise')} of {len(self.rows)} compared are bitwise equal"
             + "".join(f", {self.count(s)} {s}" for s in ("close", "different", "missing") if self.count(s)),
-            f"peak     {format_bytes(self.reference.peak_bytes)} -> {format_bytes(self.optimized.peak_bytes)}",
-            f"seconds  {self.reference.seconds:.4f} -> {self.optimized.seconds:.4f}",
+            f"peak     {format_bytes(self.reference.peak_bytes)} -> {format_bytes(self.optimized.peak_bytes)}"
+            "  allocated by the step, beside parameters, buffers and inputs",
+            f"seconds  {self.reference.seconds:.4f} -> {self.optimized.seconds:.4f}  under the profiler on the CPU",
         ]
         width = max((len(row.name) for row in differing), default=0)
         for row in differing:

@@ -17,6 +17,9 @@ from tests.steps import make_step, run_step
 class Wrap(nn.Module):
     """A linear layer with a forward given as a function of (module, input)."""
 
+    flag: bool
+    count: int
+
     def __init__(self, forward, **parts) -> None:
         super().__init__()
         self.a = nn.Linear(8, 8)
