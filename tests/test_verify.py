@@ -318,8 +318,8 @@ def test_report_text() -> None:
     assert repr(report) == "Report(ok=False: 1 bitwise, 0 close, 1 different, 1 missing)"
     assert str(report) == (
         "1 of 3 compared are bitwise equal, 1 different, 1 missing\n"
-        "peak     3.0 MiB -> 1.0 MiB\n"
-        "seconds  0.5000 -> 0.7500\n"
+        "peak     3.0 MiB -> 1.0 MiB  allocated by the step, beside parameters, buffers and inputs\n"
+        "seconds  0.5000 -> 0.7500  under the profiler on the CPU\n"
         "  gradient: a.weight  different  max |difference| 0.25    (differs between two runs of the reference)\n"
         "  gradient: b         missing    None in the optimized step"
     )
