@@ -28,8 +28,8 @@ from placemat.graph.sources import module_paths, user_line
 from placemat.graph.storages import storage_bytes, storage_key, tensors_of
 
 # Bytes of a saved generator state: the Mersenne twister of the CPU, (seed, offset) of the CUDA generator
-# (torch.default_generator.get_state(), torch 2.9 to 2.14).
-RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16}
+# (torch.default_generator.get_state(), torch 2.9 to 2.14). A model on the meta device stands for one on a GPU.
+RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16, "meta": 16}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import placemat
+from placemat.cost_models import Roofline, device_spec
 from placemat.graph.static import static_bytes
 from tests.steps import STEPS, Branches, make_step, run_step
 
@@ -359,3 +360,13 @@ def test_accumulating_gradients_are_budgeted():
     accumulating = placemat.plan(model, None, args, budget_fraction=1.0, accumulate_grad=True)
     gradients = sum(p.nbytes for p in model.parameters())
     assert accumulating.predicted_peak_bytes - plain.predicted_peak_bytes == gradients
+
+
+def test_meta_model_is_planned_for_a_device_that_is_not_here():
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)])
+        x = torch.empty(65536, 4096)
+    plan = placemat.plan(model, None, (x,), budget_fraction=0.3, cost_model=Roofline(device_spec("H200")))
+    assert plan.device == "meta"
+    assert 0 < plan.overhead < 0.5
+    assert plan.keep_everything_bytes > plan.budget_bytes > 4 * x.nbytes
