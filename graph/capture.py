@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from placemat.graph import torch_private
+from placemat.graph.autocast import weight_cache_is_on
 from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
 from placemat.graph.sources import is_library_file, tidy, user_line
@@ -54,7 +55,7 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     """
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> NoReturn:
-        raise _Captured(make_joint(joint, num_fwd_outputs, names))
+        raise _Captured(make_joint(joint, num_fwd_outputs, names, autocast_cache))
 
     def forward_only(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> NoReturn:
         raise UnsupportedFeature(
@@ -64,6 +65,7 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
     backend = torch_private.aot_backend(partition, forward_only, forward_only)
     names: list[JointInput] = []
+    autocast_cache = weight_cache_is_on()
 
     def named_backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         names[:] = input_names(graph_module)
@@ -84,7 +86,9 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     )
 
 
-def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, names: Sequence[JointInput]) -> JointGraph:
+def make_joint(
+    graph_module: fx.GraphModule, num_forward_outputs: int, names: Sequence[JointInput], autocast_cache: bool
+) -> JointGraph:
     """JointGraph from what AOTAutograd hands to a partitioner."""
     identity = fingerprint(graph_module, num_forward_outputs)
     joint = JointGraph(graph_module, num_forward_outputs, (), identity)
@@ -95,7 +99,7 @@ def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, names: Se
             "(torch.linalg.inv_ex, ...), or optimize the submodules around them."
         )
     inputs = tuple(names[i] if i < len(names) else JointInput(node.name, False) for i, node in enumerate(joint.primals))
-    return JointGraph(graph_module, num_forward_outputs, inputs, identity)
+    return JointGraph(graph_module, num_forward_outputs, inputs, identity, autocast_cache)
 
 
 def input_names(graph_module: fx.GraphModule) -> list[JointInput]:

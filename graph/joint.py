@@ -30,12 +30,14 @@ class JointGraph:
         num_forward_outputs: how many of the outputs belong to the forward.
         inputs: one per primal, in order.
         fingerprint: identity of the graph, equal in every process (see `fingerprint`).
+        autocast_cache: captured while autocast was on and kept its casts of weights.
     """
 
     graph_module: fx.GraphModule
     num_forward_outputs: int
     inputs: tuple[JointInput, ...]
     fingerprint: str
+    autocast_cache: bool = False
 
     @property
     def placeholders(self) -> list[fx.Node]:

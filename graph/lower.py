@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from placemat.graph import batch_norm, gradients, purity
+from placemat.graph import autocast, batch_norm, gradients, purity
 from placemat.graph.ir import Op, OpGraph, OpSignature, Phase, Role, Value
 from placemat.graph.joint import JointGraph
 from placemat.graph.order import split_phases, writes
@@ -105,6 +105,8 @@ def lower(
     loss = loss or LossRegion(frozenset(range(len(joint.tangents))))
     graph = joint.graph_module.graph
     _merge_results(graph)
+    if joint.autocast_cache:
+        autocast.merge_weight_casts(graph, joint.primals, joint.gradients)
     batch_norm.drop_running_statistics(graph)
     gradients.prune_tangents(graph, [t for i, t in enumerate(joint.tangents) if i not in loss.used_tangents])
     build = _Builder(joint, loss)

@@ -15,6 +15,7 @@ from torch import fx
 from placemat.codegen import Boxed, boxed_function
 from placemat.emit import EmittedStep, emit
 from placemat.graph import gradients, torch_private
+from placemat.graph.autocast import weight_cache_is_on
 from placemat.graph.capture import input_names, make_joint
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
@@ -39,10 +40,11 @@ class Backend:
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         names = input_names(graph_module)
+        autocast_cache = weight_cache_is_on()
         emitted: dict[str, Any] = {}
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-            lowering, schedule = self.planner(make_joint(joint, num_fwd_outputs, names))
+            lowering, schedule = self.planner(make_joint(joint, num_fwd_outputs, names, autocast_cache))
             step = emit(lowering, schedule)
             emitted["backward"] = _backward(step, lowering)
             self.compilations += 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from placemat.decode import decode
 from placemat.graph.errors import BudgetTooSmall
@@ -86,6 +86,21 @@ def minimum_budget(
         binding_op=binding_op,
         breakdown=breakdown,
         seconds=time.monotonic() - started,
+    )
+
+
+def lowered(floor: Floor, problem: Problem, schedule: Schedule) -> Floor:
+    """The floor after a schedule with a smaller peak turned up elsewhere; it may be of a wider family than the proof."""
+    simulation = simulate(problem, schedule)
+    binding_op, breakdown = binding_step(problem, schedule, simulation)
+    return replace(
+        floor,
+        minimum_bytes=simulation.peak_bytes,
+        schedule=schedule,
+        lower_bound_bytes=min(floor.lower_bound_bytes, simulation.peak_bytes),
+        proven=False,
+        binding_op=binding_op,
+        breakdown=breakdown,
     )
 
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from placemat.backend import Backend
 from placemat.graph import torch_private
+from placemat.graph.autocast import weight_cache_is_on
 from placemat.graph.capture import Interrupt, capture, make_entry, reported
 from placemat.graph.errors import PlanMismatch, UnsupportedFeature
 from placemat.graph.joint import JointGraph
@@ -197,6 +198,7 @@ def call_key(module: nn.Module, args: Any, kwargs: Any) -> Any:
         tuple(p.requires_grad for p in module.parameters()),
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        weight_cache_is_on(),
     )
 
 

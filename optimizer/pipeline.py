@@ -14,7 +14,7 @@ from placemat.baselines import save_all
 from placemat.calls import check_trainable, input_digest, module_digest, the_device
 from placemat.cost_models.base import CostModel, Costs, cost_graph
 from placemat.cost_models.workspaces import is_known
-from placemat.floor import Floor, minimum_budget
+from placemat.floor import Floor, lowered, minimum_budget
 from placemat.graph.capture import capture
 from placemat.graph.errors import BudgetTooSmall, InvalidSchedule, PlanMismatch
 from placemat.graph.ir import OpGraph
@@ -107,6 +107,8 @@ class Planner:
             warm_start=floor.schedule,
             progress=self.progress,
         )
+        if result.simulation.peak_bytes < floor.minimum_bytes:
+            floor = _FLOORS[stages.problem] = lowered(floor, stages.problem, result.schedule)
         return build_plan(
             stages.lowering.graph,
             stages.costs,
@@ -114,7 +116,7 @@ class Planner:
             result,
             budget_bytes=budget_bytes,
             reserved_bytes=self.reserved_bytes,
-            floor_bytes=min(floor.minimum_bytes, result.simulation.peak_bytes),
+            floor_bytes=floor.minimum_bytes,
             floor_proven=floor.proven,
             keep_everything_bytes=stages.keep_everything_bytes,
             capture_seconds=stages.capture_seconds,

@@ -370,3 +370,35 @@ def test_meta_model_is_planned_for_a_device_that_is_not_here():
     assert plan.device == "meta"
     assert 0 < plan.overhead < 0.5
     assert plan.keep_everything_bytes > plan.budget_bytes > 4 * x.nbytes
+
+
+class _Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.head = nn.Linear(64, 64), nn.Linear(64, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = torch.tanh(self.shared(x))
+        b = torch.sigmoid(self.shared(a))
+        return self.head(a * b + self.shared(b)).float().pow(2).sum()
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("cache", [True, False])
+def test_weight_shared_under_autocast_is_cast_as_often_as_in_eager(fraction, cache):
+    torch.manual_seed(0)
+    model, args = _Shared(), (torch.randn(512, 64),)
+
+    def step():
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+            loss = model(*args)
+        loss.backward()
+        gradients = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        return [loss.detach(), *gradients]
+
+    expected = step()
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
+        placemat.optimize(model, None, args, budget_fraction=fraction)
+    assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
+    assert model.forward._backend.runs == 1
