@@ -116,11 +116,11 @@ def lower(
     for node in forward:
         _add_call(build, node, "forward", device, paths[node])
     _mark_outputs(build)
-    _add_copy_back(build, device)
-    border = _add_border(build, device)
+    _add_copy_back(build)
+    border = _add_border(build)
     for node in backward:
         _add_call(build, node, "backward", device, paths[node])
-    _add_accumulate(build, device, accumulate_grad)
+    _add_accumulate(build, accumulate_grad)
     op_graph = OpGraph(
         ops=tuple(build.ops),
         values=tuple(build.values),
@@ -317,7 +317,7 @@ def _mark_outputs(build: _Builder) -> None:
                 _pin(build, value, "output")
 
 
-def _add_copy_back(build: _Builder, device: str) -> None:
+def _add_copy_back(build: _Builder) -> None:
     """New contents of overwritten inputs live until the forward has returned, when they are copied back."""
     outputs = build.joint.forward_outputs
     nodes = [outputs[i] for i in build.joint.mutated_inputs if isinstance(outputs[i], fx.Node)]
@@ -330,7 +330,7 @@ def _add_copy_back(build: _Builder, device: str) -> None:
     _append(build, _pseudo_op(build, "copy_back", "forward", values, ()), None)
 
 
-def _add_border(build: _Builder, device: str) -> int:
+def _add_border(build: _Builder) -> int:
     """The caller's turn: the loss and its gradient, which become the tangents."""
     outputs = tuple(sorted({v.index for v in build.values if v.pinned}))
     index = len(build.ops)
@@ -355,7 +355,7 @@ def _add_border(build: _Builder, device: str) -> int:
     return index
 
 
-def _add_accumulate(build: _Builder, device: str, accumulate_grad: bool) -> None:
+def _add_accumulate(build: _Builder, accumulate_grad: bool) -> None:
     """Gradients are returned together and stay; autograd copies those that it cannot take over."""
     joint = build.joint
     pairs = [(p, g) for p, g in zip(joint.primals, joint.gradients, strict=True) if isinstance(g, fx.Node)]
