@@ -90,7 +90,7 @@ def minimum_budget(
 
 
 def lowered(floor: Floor, problem: Problem, schedule: Schedule) -> Floor:
-    """The floor after a schedule with a smaller peak turned up elsewhere; it may be of a wider family than the proof."""
+    """The floor after a lower schedule turned up elsewhere, which may be of a wider family than the proof."""
     simulation = simulate(problem, schedule)
     binding_op, breakdown = binding_step(problem, schedule, simulation)
     return replace(
