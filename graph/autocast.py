@@ -37,7 +37,7 @@ def merge_weight_casts(graph: fx.Graph, primals: Sequence[fx.Node], gradients: S
                 cast.replace_all_uses_with(first)
                 graph.erase_node(cast)
             if isinstance(gradient, fx.Node):
-                terms = list(_terms(gradient, primal.meta["val"].dtype))
+                terms = list(_terms(gradient))
                 if len(terms) == 1 + len(others) and all(_source_dtype(t) == dtype for t in terms):
                     _sum_before_cast(graph, gradient)
 
@@ -46,12 +46,12 @@ def _is_autocast(node: fx.Node, dtype: torch.dtype) -> bool:
     return node.target is _CAST and dict(node.kwargs) == {"dtype": dtype}
 
 
-def _terms(node: fx.Node, dtype: torch.dtype) -> Iterator[fx.Node]:
+def _terms(node: fx.Node) -> Iterator[fx.Node]:
     """The summands of a gradient: what autograd added up, one for each use."""
     if node.target is _ADD and not node.kwargs and len(node.users) == 1:
         for term in node.args:
             assert isinstance(term, fx.Node)
-            yield from _terms(term, dtype)
+            yield from _terms(term)
     else:
         yield node
 

@@ -27,9 +27,14 @@ def the_device(model: nn.Module, args: Any, kwargs: Any) -> torch.device:
     return devices.pop()
 
 
+def is_trainable(model: nn.Module, args: Any, kwargs: Any) -> bool:
+    """Whether a call can have a backward: a parameter or an input requires a gradient."""
+    return any(t.requires_grad for t in (*model.parameters(), *tensors_in((args, kwargs))))
+
+
 def check_trainable(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Refuse a call that has no backward, before anything is captured."""
-    if not any(t.requires_grad for t in (*model.parameters(), *tensors_in((args, kwargs)))):
+    if not is_trainable(model, args, kwargs):
         raise UnsupportedFeature(
             "nothing to train: no parameter of the model and no input requires a gradient, so there is no backward "
             "to plan for. Remedy: set requires_grad on what is trained."

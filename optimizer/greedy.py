@@ -71,9 +71,9 @@ def lowest_peak(problem: Problem) -> Schedule:
     """A plan with a low peak: the narrowest segments, then drops while the peak falls."""
     search = _Search(problem)
     sets = [search.everything, *search.segment_sets()]
-    best = min(sets, key=lambda kept: (search.profile(kept).peak_bytes, sorted(kept)))
-    starts = sorted(sets, key=lambda kept: (search.profile(kept).peak_bytes, sorted(kept)))[:_STARTS]
-    for kept in starts:
+    sets.sort(key=lambda kept: (search.profile(kept).peak_bytes, sorted(kept)))
+    best = sets[0]
+    for kept in sets[:_STARTS]:
         while search.evaluations < search.max_evaluations:
             target = search.profile(best).peak_bytes
             better = search.drop_until(kept, target - max(1, target // 200))

@@ -18,13 +18,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from placemat.backend import Backend
+from placemat.calls import is_trainable
 from placemat.graph import torch_private
 from placemat.graph.autocast import weight_cache_is_on
 from placemat.graph.capture import Interrupt, capture, make_entry, reported
 from placemat.graph.errors import PlanMismatch, UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
-from placemat.graph.static import tensors_in
 from placemat.pipeline import Planner, relower
 from placemat.plan import Plan
 from placemat.schedule import Schedule
@@ -116,8 +116,7 @@ class Handle:
 
     def _decide(self, args: Any, kwargs: Any) -> bool:
         """Whether the original forward serves this kind of call; plans for it if nothing is known yet."""
-        wanted = [*self.module.parameters(), *tensors_in((args, kwargs))]
-        if not any(t.requires_grad for t in wanted):
+        if not is_trainable(self.module, args, kwargs):
             return True
         if self.planner is None:
             (plan,) = self.plans.values()

@@ -95,8 +95,9 @@ def solve(
     if budget_bytes >= static_lower_bound(problem):
         lowest = min(starts, key=lambda schedule: simulate(problem, schedule).peak_bytes)
         grid_start = lowest if search.best is None else search.best
-        if tuple(family.cuts[1:-1]) == (default_cut(problem),):
-            search.offer_found(greedy(problem, budget_bytes))
+        is_default = family.cuts[1:-1] == (default_cut(problem),)
+        if is_default and (found := greedy(problem, budget_bytes)) is not None:
+            search.offer(found)
         search.run(grid_start)
     if search.best is None:
         floor = minimum_budget(
@@ -129,11 +130,6 @@ class _Search:
 
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
-
-    def offer_found(self, schedule: Schedule | None) -> None:
-        """Take what a search without bounds came up with, if it came up with anything."""
-        if schedule is not None:
-            self.offer(schedule)
 
     def offer(self, schedule: Schedule) -> None:
         """Take a schedule that fits, less what it need not recompute, if it is cheaper or as cheap in fewer runs."""
