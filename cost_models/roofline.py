@@ -70,7 +70,8 @@ def default_cost_model(device: str) -> CostModel:
         return Roofline(host_spec())
     if device != "cuda":
         raise UnsupportedFeature(
-            f"no default cost model for device type {device!r}; pass `cost_model=Roofline(DeviceSpec(...))`."
+            f"no default cost model for device type {device!r}; pass `cost_model=Roofline(device_spec('H100 SXM'))`, "
+            "another device of `placemat.cost_models.devices`, or rates of your own, `Roofline(DeviceSpec(...))`."
         )
     if not torch.cuda.is_available():
         raise UnsupportedFeature(

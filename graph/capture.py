@@ -6,6 +6,8 @@ an exception of our own. Nothing is executed: random state, buffers, version cou
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,8 +76,9 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     entry = make_entry()
     compiled = torch.compile(entry, backend=named_backend, fullgraph=True, dynamic=False)
     try:
-        with torch_private.compile_settings(), torch.enable_grad(), reported(forward):
-            compiled(forward, tuple(args), dict(kwargs))
+        with torch_private.compile_settings(), torch_private.composites_on_meta(), torch.enable_grad():
+            with _no_collections(), reported(forward):
+                compiled(forward, tuple(args), dict(kwargs))
     except _Captured as done:
         return done.joint
     finally:
@@ -84,6 +87,21 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         "the model's forward ran no tensor operation that could be captured. Remedy: pass the model itself, not a "
         "wrapper that was compiled or scripted already."
     )
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Put Python's cyclic garbage collector off: a trace only makes objects that live to its end.
+
+    Looking through them again and again took a sixth of the capture of a 32-layer Llama (torch 2.13).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def make_joint(

@@ -53,6 +53,11 @@ class PlanMismatch(PlacematError):
     """A plan was applied to a model, an input or an environment that it was not made for."""
 
 
+class ConstraintError(PlacematError):
+    """`keep=` or `recompute=` asks for what cannot be: nothing matches, two entries contradict each other, or what
+    matches cannot be recomputed."""
+
+
 class SolverFailed(PlacematError):
     """The solver stopped without a plan although one exists or may exist; the message says why."""
 

@@ -101,7 +101,7 @@ class OpGraph:
     """A whole training step: forward ops, the border, backward ops.
 
     `static_bytes` maps a category ("parameters", "buffers", "inputs", ...) to bytes that are alive during the whole
-    step whatever the plan.
+    step whatever the plan. `dropped` maps values that no plan may hold when the border runs to the reason.
     """
 
     ops: tuple[Op, ...]
@@ -111,6 +111,7 @@ class OpGraph:
     device: str
     fingerprint: str
     notes: tuple[str, ...] = field(default=())
+    dropped: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def total_static_bytes(self) -> int:

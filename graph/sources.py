@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sysconfig
@@ -22,6 +23,7 @@ _LIBRARY_ROOTS = (
 )
 
 
+@functools.lru_cache(maxsize=1024)
 def is_library_file(path: str) -> bool:
     """Whether a file belongs to torch, the standard library or placemat: frames there are not the user's."""
     full = os.path.abspath(path)

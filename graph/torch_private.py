@@ -6,6 +6,7 @@ Nothing else in placemat imports from `torch._*`. docs/design.md says why this r
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,6 +32,7 @@ __all__ = [
     "backward_node",
     "clear_donated_buffers",
     "compile_settings",
+    "composites_on_meta",
     "disable_modes",
     "forget_compiled",
     "inside_functorch",
@@ -72,6 +74,42 @@ def compile_settings() -> Iterator[None]:
         use_numpy_random_stream=True,
     ):
         yield
+
+
+@contextlib.contextmanager
+def composites_on_meta() -> Iterator[None]:
+    """Let composite operators decompose on the meta device, so that autograd sees what they are made of.
+
+    Some have a Python kernel for meta tensors as well (nll_loss, where with a scalar, std, var, ...). The Python
+    dispatcher, under which AOTAutograd traces, takes that for a device kernel without a derivative, and their backward
+    is missing in the graph (torch 2.13; the rule is `has_backend_kernel` in torch/_ops.py). No other device has them.
+    """
+    key = torch._C.DispatchKey.AutogradMeta
+    added = [op for op in _composites_with_meta_kernels() if key not in op.py_kernels]  # none if nested
+    for op in added:
+        op.py_impl(key)(op.decompose)
+    try:
+        yield
+    finally:
+        for op in added:
+            del op.py_kernels[key]
+            op._dispatch_cache.clear()
+
+
+@functools.cache
+def _composites_with_meta_kernels() -> tuple[Any, ...]:
+    """Composite operators without a derivative of their own that have a kernel for meta tensors."""
+    keys = torch._C.DispatchKey
+    tables = torch._decomp.global_decomposition_table.values()  # where the kernels for meta tensors come from
+    return tuple(
+        op
+        for op in {op: None for table in tables for op in table}
+        if isinstance(op, torch._ops.OpOverload)
+        and keys.Meta in op.py_kernels
+        and op.has_kernel_for_dispatch_key(keys.CompositeImplicitAutograd)
+        and not op.has_kernel_for_dispatch_key(keys.Autograd)
+        and not op.has_kernel_for_dispatch_key(keys.AutogradMeta)
+    )
 
 
 def disable_modes() -> contextlib.AbstractContextManager[Any]:

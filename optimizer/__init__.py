@@ -3,11 +3,13 @@
 `optimize(model, budget_bytes)` returns the same module, whose training steps stay inside the budget.
 """
 
-from placemat.api import apply, minimum_budget, optimize, plan, restore
+from placemat.api import apply, frontier, minimum_budget, optimize, plan, restore
 from placemat.baselines import chen_sqrt_n, recompute_all, save_all
+from placemat.frontier import Frontier, FrontierPoint, problem_frontier
 from placemat.graph.errors import (
     BudgetTooSmall,
     CaptureError,
+    ConstraintError,
     InvalidSchedule,
     PlacematError,
     PlanMismatch,
@@ -16,7 +18,7 @@ from placemat.graph.errors import (
 )
 from placemat.measure import Measurement, measure
 from placemat.plan import Plan
-from placemat.problem import Problem
+from placemat.problem import Problem, ProblemOp, ProblemValue
 from placemat.schedule import Compute, Free, Schedule
 from placemat.simulate import Simulation, simulate
 from placemat.solve import SolveResult, solve
@@ -26,13 +28,18 @@ __all__ = [
     "BudgetTooSmall",
     "CaptureError",
     "Compute",
+    "ConstraintError",
     "Free",
+    "Frontier",
+    "FrontierPoint",
     "InvalidSchedule",
     "Measurement",
     "PlacematError",
     "Plan",
     "PlanMismatch",
     "Problem",
+    "ProblemOp",
+    "ProblemValue",
     "Report",
     "Schedule",
     "Simulation",
@@ -41,10 +48,12 @@ __all__ = [
     "UnsupportedFeature",
     "apply",
     "chen_sqrt_n",
+    "frontier",
     "measure",
     "minimum_budget",
     "optimize",
     "plan",
+    "problem_frontier",
     "recompute_all",
     "restore",
     "save_all",

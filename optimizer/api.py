@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from placemat.calls import module_digest, the_device
+from placemat.constraints import parse_constraints
 from placemat.cost_models import CostModel, default_cost_model
+from placemat.frontier import Frontier
 from placemat.graph.errors import PlacematError, PlanMismatch
 from placemat.handle import Handle
 from placemat.pipeline import Planner, Progress
@@ -31,6 +33,8 @@ def optimize(
     cost_model: CostModel | None = None,
     reserved_bytes: Budget = 0,
     accumulate_grad: bool = False,
+    keep: Iterable[Any] = (),
+    recompute: Iterable[Any] = (),
     time_limit_s: float = 60.0,
     gap: float = 0.01,
     progress: bool | Progress = False,
@@ -51,11 +55,18 @@ def optimize(
         cost_model: seconds and workspace bytes of ops; by default a roofline model of the present device.
         reserved_bytes: what the graph cannot see: optimizer state, communication buffers, allocator slack.
         accumulate_grad: gradients exist already when a step starts (gradient accumulation).
+        keep, recompute: module paths such as "encoder.layer.*.attention" (with the modules inside), operators such as
+            "aten.native_dropout", or names of single ops in a plan; * is a wildcard. What matches `keep` never runs
+            again: backward finds its results. The results of what matches `recompute` are not held from forward to
+            backward, however large the budget. An operator that is not known to be pure counts as pure if `recompute`
+            names it.
         time_limit_s, gap: when the solver may stop: after these seconds, or with an overhead proven this close to
-            the least.
+            the least. Ctrl-C stops it too, with the best plan so far.
         progress: True prints a line per stage to standard error; a function gets the lines instead.
 
     Raises:
+        ConstraintError: an entry of `keep` or `recompute` matches nothing, contradicts another, or asks for what
+            cannot be; names the op and its source line.
         BudgetTooSmall: with the smallest budget, its decomposition, the op that binds and its source line.
         CaptureError: the forward is not one graph; names the user's file and line.
         UnsupportedFeature, SolverFailed: see their messages.
@@ -71,6 +82,8 @@ def optimize(
         cost_model=cost_model,
         reserved_bytes=reserved_bytes,
         accumulate_grad=accumulate_grad,
+        keep=keep,
+        recompute=recompute,
         time_limit_s=time_limit_s,
         gap=gap,
         progress=progress,
@@ -116,6 +129,37 @@ def minimum_budget(
     planner = _planner(model, example_args, example_kwargs, budget_fraction=0.0, **options)
     stages = planner.stages(model, original_forward(model), tuple(example_args or ()), dict(example_kwargs or {}))
     return planner.floor(stages).minimum_bytes
+
+
+def frontier(
+    model: nn.Module,
+    example_args: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    points: int = 12,
+    **options: Any,
+) -> Frontier:
+    """What each budget costs: plans at `points` evenly spaced budgets, from the floor to the keep-everything peak.
+
+    The call is captured and costed once, and the budgets share what the solver finds, so overhead never rises with the
+    budget. `frontier(...).plan_at(budget_bytes)` gives a plan to `apply`.
+
+    Args:
+        model, example_args, example_kwargs: as for `plan`. Runs nothing.
+        points: how many budgets, at least 2.
+        options: those of `plan`, without a budget; `time_limit_s` is for the whole curve.
+
+    Raises:
+        CaptureError, UnsupportedFeature, ConstraintError, SolverFailed: as for `optimize`.
+        PlacematError: `points` is no number from 2 on, or there are no example inputs.
+    """
+    if example_args is None and example_kwargs is None:
+        raise PlacematError("frontier() needs example inputs. Remedy: pass the arguments of one training call.")
+    if given := {"budget_bytes", "budget_fraction"}.intersection(options):
+        raise PlacematError(f"frontier() is about all budgets and takes no {given.pop()}.")
+    planner = _planner(model, example_args, example_kwargs, budget_fraction=0.0, **options)
+    args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
+    return planner.frontier(model, original_forward(model), args, kwargs, points)
 
 
 def apply(model: nn.Module, plan: Plan) -> nn.Module:
@@ -185,6 +229,8 @@ def _planner(
     cost_model: CostModel | None = None,
     reserved_bytes: Budget = 0,
     accumulate_grad: bool = False,
+    keep: Iterable[Any] = (),
+    recompute: Iterable[Any] = (),
     time_limit_s: float = 60.0,
     gap: float = 0.01,
     progress: bool | Progress = False,
@@ -202,6 +248,7 @@ def _planner(
         loss_fn=loss_fn,
         reserved_bytes=parse_bytes(reserved_bytes, "reserved_bytes", minimum=0),
         accumulate_grad=accumulate_grad,
+        constraints=parse_constraints(keep, recompute),
         time_limit_s=time_limit_s,
         gap=gap,
         progress=_progress(progress),

@@ -9,12 +9,16 @@ import math
 
 from placemat.problem import Problem
 from placemat.replay import default_cut, may_be_dropped, replay
-from placemat.schedule import Schedule, canonical
+from placemat.schedule import Schedule
 
 
 def save_all(problem: Problem) -> Schedule:
-    """Recompute nothing: every value lives from its op to its last reader."""
-    return canonical(problem, range(problem.num_steps))
+    """Recompute nothing but what `Problem.dropped` asks for: every other value lives from its op to its last reader.
+
+    No schedule of the problem has fewer recompute seconds: each dropped value that is read after the border, by a first
+    run or to bring such a value back, has to be made again, and here it is made once.
+    """
+    return replay(problem, range(len(problem.values)), default_cut(problem))
 
 
 def recompute_all(problem: Problem) -> Schedule:

@@ -61,7 +61,7 @@ def decide(graph: OpGraph, costs: Costs, schedule: Schedule) -> tuple[Decision, 
                 kept=kept,
                 recomputed=recomputed,
                 runtime_s=runtime_s,
-                why=_why(value, op, runtime_s, kept, recomputed),
+                why=_why(value, op, runtime_s, kept, recomputed, graph.dropped.get(value.index)),
             )
         )
     return tuple(decisions)
@@ -82,12 +82,13 @@ def _held_over_border(graph: OpGraph, schedule: Schedule) -> set[int]:
     return {v for v in held if graph.ops[graph.values[v].producer].phase == "forward"}
 
 
-def _why(value: Value, op: Op, runtime_s: float, kept: bool, recomputed: int) -> str:
+def _why(value: Value, op: Op, runtime_s: float, kept: bool, recomputed: int, why_dropped: str | None) -> str:
     if value.pinned:
         return "held by the caller or by autograd to the end of the step"
     if recomputed:
         gain = "remakes it after it was freed" if kept else f"makes room for {format_bytes(value.bytes)}"
-        return f"running {op.target} again, {runtime_s * 1e3:.3g} ms a time, {gain}"
+        asked = f"; {why_dropped}" if why_dropped else ""
+        return f"running {op.target} again, {runtime_s * 1e3:.3g} ms a time, {gain}{asked}"
     if not kept:
         return "not needed after its last use" if op.phase == "backward" else "not needed by backward"
     if not op.recomputable:

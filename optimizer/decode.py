@@ -51,7 +51,7 @@ def _first_use(model: Retention, v: int, p: int) -> list[int]:
     return [u for u in model.wants.uses[v] if phase_of[u] == p][:1]
 
 
-def recompute_events(model: Retention, schedule: Schedule) -> list[tuple[int, int]]:
+def recompute_events(schedule: Schedule) -> list[tuple[int, int]]:
     """Per Compute of the schedule its event (t, k): op k before, or as, the first run of step t."""
     events: list[tuple[int, int]] = []
     step = 0

@@ -9,6 +9,7 @@ dropped with their storage, so that nothing outlives what the plan says. Recompu
 from __future__ import annotations
 
 import operator
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,12 +35,13 @@ class EmittedStep:
 def emit(lowering: Lowering, schedule: Schedule) -> EmittedStep:
     """Graphs that run a schedule which the referee accepted."""
     border = next(i for i, s in enumerate(schedule.steps) if s == Compute(lowering.graph.border))
-    forward = _Side(lowering, set())
+    forward = _Side(lowering, set(), is_forward=True)
     for node in lowering.joint.primals:
         forward.add_placeholder(node)
     for step in schedule.steps[:border]:
         forward.run(step)
-    backward = _Side(lowering, set(forward.computed))
+    assert not forward.saved, f"the forward reads {list(forward.saved)} where the schedule does not hold them"
+    backward = _Side(lowering, set(forward.computed), is_forward=False)
     for step in schedule.steps[border + 1 :]:
         backward.run(step)
     gradients = [backward.get(g) if isinstance(g, fx.Node) else g for g in lowering.joint.gradients]
@@ -71,6 +73,7 @@ class _Side:
 
     lowering: Lowering
     computed: set[int]  # ops that ran at least once
+    is_forward: bool
     graph: fx.Graph = field(default_factory=fx.Graph)
     env: dict[fx.Node, fx.Node] = field(default_factory=dict)
     states: dict[int, fx.Node] = field(default_factory=dict)  # value of a generator state -> its node here
@@ -101,17 +104,26 @@ class _Side:
         if node is None:
             return
         copy = self.call_again(index, node) if again else self.graph.node_copy(node, self.get)
+        held: set[int] = set()
         if again:
+            # The caller holds the first copy of an output, so the new one goes at once.
+            held = {value for value in op.outputs if self.lowering.graph.values[value].pinned}
             for value in op.outputs:
-                self.forget(value)
-        self.bind(node, copy)
-        self.add_results(node, copy)
+                if value not in held:
+                    self.forget(value)
+        if self.lowering.value_of_node.get(node) not in held:
+            self.bind(node, copy)
+        self.add_results(node, copy, held)
 
     def call_again(self, index: int, node: fx.Node) -> fx.Node:
-        """A recomputation: the same call; a random op with the state it had, BatchNorm without its statistics."""
+        """A recomputation: the same call; a random op with the state it had, BatchNorm without its statistics.
+
+        In the forward BatchNorm remakes its new statistics, too: they go back to the module when the forward returns,
+        and until then its inputs are the old ones.
+        """
         target: Any = node.target
         args, kwargs = node.args, node.kwargs
-        if batch_norm.replays_without_statistics(node):
+        if not self.is_forward and batch_norm.replays_without_statistics(node):
             target, args = batch_norm.replay_call(node)
         args, kwargs = fx.map_arg(args, self.get), fx.map_arg(kwargs, self.get)
         state = self.lowering.state_of_op.get(index)
@@ -124,17 +136,22 @@ class _Side:
             copy.meta["val"] = node.meta["val"][:3]
         return copy
 
-    def add_results(self, node: fx.Node, copy: fx.Node) -> None:
-        """Name the results of an op with several outputs right away, so that each storage lives on its own."""
+    def add_results(self, node: fx.Node, copy: fx.Node, held: Container[int | None] = ()) -> None:
+        """Name the results of an op with several outputs right away, so that each storage lives on its own.
+
+        Values in `held` are there already.
+        """
         results = copy.meta.get("val")
         if not isinstance(results, (list, tuple)):
             return
         for user in node.users:
+            if self.lowering.value_of_node.get(user) in held:
+                continue
             if user.target is operator.getitem and user.args[1] < len(results):  # type: ignore[operator]
                 result = self.graph.call_function(operator.getitem, (copy, user.args[1]))
                 result.meta = dict(user.meta)
                 self.bind(user, result)
-                self.add_results(user, result)
+                self.add_results(user, result, held)
 
     def get(self, node: fx.Node) -> fx.Node:
         """The present copy of a joint node: at hand, a view to apply again, or a tensor saved by the forward."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from placemat.contraction import Contraction, contract
 from placemat.decode import decode
 from placemat.graph.errors import BudgetTooSmall
 from placemat.phases import Phases, PhasesArgument, make_phases
@@ -72,7 +73,8 @@ def minimum_budget(
     family = make_phases(problem, phases)
     starts = starting_schedules(problem, family) + ([] if warm_start is None else [warm_start])
     best = min(starts, key=lambda schedule: simulate(problem, schedule).peak_bytes)
-    search = _FloorSearch(problem, family, best, static_lower_bound(problem), progress)
+    contraction = contract(problem, family)
+    search = _FloorSearch(problem, family, contraction, best, static_lower_bound(problem), progress)
     search.run(started + time_limit_s)
     schedule = drop_needless(problem, search.best, search.best_bytes)
     simulation = simulate(problem, schedule)
@@ -82,7 +84,7 @@ def minimum_budget(
         schedule=schedule,
         lower_bound_bytes=min(search.lower_bytes, simulation.peak_bytes),
         proven=search.lower_bytes >= simulation.peak_bytes,
-        family=family.family,
+        family=contraction.family(family),
         binding_op=binding_op,
         breakdown=breakdown,
         seconds=time.monotonic() - started,
@@ -175,6 +177,7 @@ class _FloorSearch:
 
     problem: Problem
     family: Phases
+    contraction: Contraction
     best: Schedule
     lower_bytes: int
     progress: Callable[[str], None] | None
@@ -184,8 +187,8 @@ class _FloorSearch:
 
     def run(self, deadline: float) -> None:
         """Ask for a little less, for twice as much after a success; after a proof halve the stretch that is left."""
-        grid = first_grid(self.problem, self.best)
-        refinement = Refinement(self.problem, self.family, self.best_bytes - 1, grid)
+        grid = first_grid(self.problem, self.family, self.best, self.best_bytes)
+        refinement = Refinement(self.contraction.problem, self.family, self.best_bytes - 1, grid)
         finest_bytes = max(1, int(FINEST_SHARE * self.best_bytes))
         step_bytes = 2 * finest_bytes
         while self.best_bytes > self.lower_bytes and time.monotonic() < deadline:
@@ -207,22 +210,27 @@ class _FloorSearch:
         """Find a plan within the refinement's limit, or that there is none; False if the time is over before that."""
         while time.monotonic() < deadline:
             built = refinement.build()
-            answer = built.minimize(time_limit_s=deadline - time.monotonic(), gap=1.0)
+            answer = built.start(time_limit_s=deadline - time.monotonic(), gap=1.0)()
             if answer.status == "infeasible":
                 self.lower_bytes = refinement.limit_bytes + 1
                 self._tell()
                 return True
             if answer.values is None:
                 return False
-            schedule = drop_needless(self.problem, decode(built.model, answer.values), refinement.limit_bytes)
-            simulation = simulate(self.problem, schedule)
-            if simulation.peak_bytes < self.best_bytes:
-                self.best, self.best_bytes = schedule, simulation.peak_bytes
-                self._tell()
-            if simulation.peak_bytes <= refinement.limit_bytes:
+            schedule = decode(built.model, answer.values)
+            simulation = simulate(self.contraction.problem, schedule)
+            if self._offer(self.contraction.expand(schedule)) <= refinement.limit_bytes:
                 return True
             refinement.tighten(built, schedule, simulation, answer.values)
         return False
+
+    def _offer(self, schedule: Schedule) -> int:
+        """Take it if it is lower than the best; its peak."""
+        peak_bytes = simulate(self.problem, schedule).peak_bytes
+        if peak_bytes < self.best_bytes:
+            self.best, self.best_bytes = schedule, peak_bytes
+            self._tell()
+        return peak_bytes
 
     def _tell(self) -> None:
         if self.progress is not None:

@@ -28,8 +28,8 @@ from placemat.schedule import Schedule
 _SHARES = (0.0, 0.1, 0.25, 0.4, 0.6, 0.8, 1.0)
 _STARTS = 2  # how many starting sets a search goes on from
 _TABU = 10  # moves for which a value whose drop did not help is left alone
-_MOST_EVALUATIONS = 1500
-_MOST_OP_VISITS = 1_000_000  # evaluations times ops: keeps the search to seconds on large graphs
+_MOST_EVALUATIONS = 500
+_MOST_OP_VISITS = 400_000  # evaluations times ops: keeps the search to seconds on large graphs
 _LEAST_SECONDS = 2e-6  # what any recomputation costs at least: keeps ratios finite where ops cost nothing
 
 
@@ -83,6 +83,15 @@ def lowest_peak(problem: Problem) -> Schedule:
     return replay(problem, best, search.cut)
 
 
+def repaired(problem: Problem, kept: frozenset[int], budget_bytes: int) -> Schedule | None:
+    """A plan near `kept` within the budget: drop more until it fits, then keep again what still fits; None if not."""
+    search = _Search(problem)
+    fitting = search.drop_until(kept & search.everything, budget_bytes)
+    if fitting is None:
+        return None
+    return replay(problem, search.keep_more(fitting, budget_bytes), search.cut)
+
+
 class _Search:
     """Evaluates kept sets of one problem, and counts how often."""
 
@@ -97,7 +106,9 @@ class _Search:
         self.pinned = [v.pinned for v in problem.values]
         self.output_bytes = [sum(self.bytes[v] for v in op.outputs) for op in problem.ops]
         self.droppable = [
-            v for v in range(len(self.bytes)) if self.producer[v] < self.cut and may_be_dropped(problem, v)
+            v
+            for v in range(len(self.bytes))
+            if self.producer[v] < self.cut and may_be_dropped(problem, v) and v not in problem.dropped
         ]
         self.everything = frozenset(self.droppable)
         self.profiles: dict[frozenset[int], Profile] = {}
@@ -248,7 +259,8 @@ class _Search:
             if w not in done:
                 done.add(w)
                 seconds += self.problem.ops[w].runtime_s
-                stack.extend(u for u in self.problem.ops[w].recompute_inputs if u in self.everything and u not in kept)
+                missing = (self.everything - kept) | self.problem.dropped
+                stack.extend(u for u in self.problem.ops[w].recompute_inputs if u in missing)
         return seconds
 
     def _evaluate(self, kept: frozenset[int]) -> Profile:
@@ -289,6 +301,8 @@ class _Search:
             for w in sorted(again):
                 computes.append(w)
                 missing.difference_update(ops[w].outputs)
+            if step == self.problem.border:
+                missing.update(self.problem.dropped)
             computes.append(step)
         return computes
 

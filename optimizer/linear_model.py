@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from queue import Queue
+from threading import Thread
 from typing import Literal
 
 import numpy as np
@@ -54,6 +57,7 @@ class LinearModel:
 
     name: str
     column_names: list[str] = field(default_factory=list)
+    column_upper: list[float] = field(default_factory=list)
     is_integer: list[bool] = field(default_factory=list)
     row_names: list[str] = field(default_factory=list)
     row_lower: list[float] = field(default_factory=list)
@@ -62,9 +66,10 @@ class LinearModel:
     row_columns: list[int] = field(default_factory=list)
     coefficients: list[float] = field(default_factory=list)
 
-    def add_column(self, name: str, *, is_integer: bool = False) -> int:
-        """A column in [0, 1]; returns its index."""
+    def add_column(self, name: str, *, is_integer: bool = False, upper: float = 1.0) -> int:
+        """A column in [0, upper]; returns its index."""
         self.column_names.append(name)
+        self.column_upper.append(upper)
         self.is_integer.append(is_integer)
         return len(self.column_names) - 1
 
@@ -93,35 +98,47 @@ class LinearModel:
             f"{len(self.coefficients)} nonzeros in [{sizes.min():.2g}, {sizes.max():.2g}]"
         )
 
-    def minimize(
+    def start(
         self,
         costs: Mapping[int, float],
         *,
         time_limit_s: float,
         gap: float,
-    ) -> LinearAnswer:
+        fixed: Mapping[int, float] | None = None,
+        relaxed: bool = False,
+    ) -> Callable[[], LinearAnswer]:
         """Minimise sum of cost * column with HiGHS on one thread, so that equal models give equal answers.
 
         Args:
             costs: column -> objective coefficient.
             time_limit_s: wall-clock seconds.
             gap: stop when (objective - bound) / objective is at most this.
+            fixed: column -> the only value that it may have.
+            relaxed: every column is continuous.
 
-        Raises:
-            SolverFailed: HiGHS is missing from the installed ortools, or it failed numerically.
+        Returns:
+            Waits for the answer. It raises SolverFailed if HiGHS is missing from the installed ortools, or failed
+            numerically. On Ctrl-C it raises KeyboardInterrupt; HiGHS, which cannot be stopped through MathOpt, goes on
+            to its time limit, and what it finds is dropped.
         """
-        model = mathopt.Model.from_model_proto(self._proto(costs))
-        try:
-            result = mathopt.solve(
-                model,
-                mathopt.SolverType.HIGHS,
-                params=_parameters(time_limit_s, gap),
-                remove_names=True,
-            )
-        except (AttributeError, RuntimeError, ValueError) as error:
-            # ortools 9.15 turns some solver errors into an AttributeError about `canonical_code`.
-            raise SolverFailed(f"HiGHS could not be run on `{self.name}` ({self.describe()}): {error}") from error
-        return self._answer(result, model)
+        proto = self._proto(costs)
+        for column, value in (fixed or {}).items():
+            proto.variables.lower_bounds[column] = proto.variables.upper_bounds[column] = value
+        if relaxed:
+            proto.variables.integers[:] = [False] * len(self.column_names)
+        model = mathopt.Model.from_model_proto(proto)
+        done: Queue[mathopt.SolveResult | Exception] = Queue()
+        run = partial(_solve, model, _parameters(time_limit_s, gap), done)
+        Thread(target=run, name="HiGHS", daemon=True).start()
+
+        def answer() -> LinearAnswer:
+            result = done.get()
+            if isinstance(result, Exception):
+                text = f"HiGHS could not be run on `{self.name}` ({self.describe()}): {result}"
+                raise SolverFailed(text) from result
+            return self._answer(result, model)
+
+        return answer
 
     def _answer(self, result: mathopt.SolveResult, model: mathopt.Model) -> LinearAnswer:
         termination = result.termination
@@ -145,7 +162,7 @@ class LinearModel:
         proto.variables.ids.extend(range(len(self.column_names)))
         proto.variables.names.extend(self.column_names)
         proto.variables.lower_bounds.extend([0.0] * len(self.column_names))
-        proto.variables.upper_bounds.extend([1.0] * len(self.column_names))
+        proto.variables.upper_bounds.extend(self.column_upper)
         proto.variables.integers.extend(self.is_integer)
         proto.linear_constraints.ids.extend(range(len(self.row_names)))
         proto.linear_constraints.names.extend(self.row_names)
@@ -160,6 +177,16 @@ class LinearModel:
         proto.objective.linear_coefficients.ids.extend(sorted(costs))
         proto.objective.linear_coefficients.values.extend(costs[column] for column in sorted(costs))
         return proto
+
+
+def _solve(
+    model: mathopt.Model, parameters: mathopt.SolveParameters, done: Queue[mathopt.SolveResult | Exception]
+) -> None:
+    """In a thread of its own, so that the one that waits hears Ctrl-C."""
+    try:
+        done.put(mathopt.solve(model, mathopt.SolverType.HIGHS, params=parameters, remove_names=True))
+    except Exception as error:  # raised again by the thread that waits; ortools 9.15 has several kinds of its own
+        done.put(error)
 
 
 def _parameters(time_limit_s: float, gap: float) -> mathopt.SolveParameters:

@@ -22,6 +22,8 @@ Minimise sum of c_o X[o,p] subject to
   (5) once    s[v,p] + x[v,p] <= 1                     what is carried in is not taken again: (7) relies on it
   (6) multi   Y[o,t] >= y[v,t];  y[v,t] >= Y[o,t] + x[v,p] - 1       ops with several unpinned outputs
   (7) memory  sum_v m_v live(v,e) + own(e) <= M        every event e; `memory_rows.py`
+  (8) count   n = sum s[v,p];  n = sum X[o,p]          integer n over identical ops; cuts nothing off, guides branching
+  (9) dropped s[v,p] = 0;  Y[o(v),t] = 0               v that must not be there at the border; p begins with it, t is it
 One sentence each: (1) what a first run reads is there; (2) so is what a recomputation reads; (3) a recomputation
 stays done until the phase ends; (4) only what is there can be carried on; (5) one copy per phase; (6) a copy can be
 taken only when its op runs, and is taken at once or never; (7) no event needs more than M bytes.
@@ -44,6 +46,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 
+from placemat.identical import LEAST_MEMBERS, identical_ops
 from placemat.linear_model import LinearModel
 from placemat.phases import Phases, Wants
 from placemat.problem import Problem
@@ -89,7 +92,7 @@ class Retention:
 
 
 def build_retention(problem: Problem, phases: Phases, wants: Wants) -> Retention:
-    """Columns and rows (1) to (6); y and Y continuous."""
+    """Columns and all rows but (7); y and Y continuous."""
     model = Retention(problem, phases, wants, LinearModel("phased retention"))
     add_columns(model)
     add_use_rows(model)
@@ -97,6 +100,8 @@ def build_retention(problem: Problem, phases: Phases, wants: Wants) -> Retention
     add_mono_rows(model)
     add_carry_and_once_rows(model)
     add_multi_rows(model)
+    add_count_rows(model)
+    add_dropped_rows(model)
     return model
 
 
@@ -175,6 +180,52 @@ def add_multi_rows(model: Retention) -> None:
             if column != ramp.final:
                 terms = [(column, 1.0), (op_column, -1.0), (ramp.final, -1.0)]
                 model.linear.add_row(f"multi_copy[v={v},t={t}]", terms, lower=-1.0)
+
+
+def add_count_rows(model: Retention) -> None:
+    """(8) count: n = sum of s[v,p] over v of identical ops;  n = sum of X[o,p] over identical ops o;  n integer.
+
+    In a deep net of equal blocks it matters how many of them keep a value and hardly which: branching on the count
+    decides at once what branching on one block after the other never would. With many phases it is the timing that
+    differs, so they are counted in families of two phases alone.
+    """
+    if model.phases.num_phases != 2:
+        return
+    problem = model.problem
+    for ops in identical_ops(problem):
+        for place in range(len(problem.ops[ops[0]].outputs)):
+            values = [problem.ops[o].outputs[place] for o in ops]
+            _count(model, f"count_kept[v={values[0]}]", [model.s[v, 1] for v in values if (v, 1) in model.s])
+        _count(model, f"count_again[op={ops[0]}]", [model.Y[o, 1].final for o in ops if (o, 1) in model.Y])
+
+
+def _count(model: Retention, name: str, columns: list[int]) -> None:
+    if len(columns) >= LEAST_MEMBERS:
+        count = model.linear.add_column(name, is_integer=True, upper=float(len(columns)))
+        model.linear.add_row(name, [(count, -1.0), *((c, 1.0) for c in columns)], lower=0.0, upper=0.0)
+
+
+def add_dropped_rows(model: Retention) -> None:
+    """(9) dropped: s[v,p] = 0 where the border opens p;  Y[o,t] = 0 for t up to the border, which o(v) comes after.
+
+    Raises:
+        ValueError: values are dropped at the border, and no phase begins there.
+    """
+    problem = model.problem
+    if not problem.dropped:
+        return
+    border = problem.border
+    assert border is not None
+    p = model.phases.phase_of[border]
+    if model.phases.cuts[p] != border:
+        raise ValueError(f"values are dropped at the border, so {border} must be among the cuts")
+    for v in sorted(problem.dropped):
+        if (v, p) in model.s:
+            model.linear.add_row(f"dropped[v={v}]", [(model.s[v, p], 1.0)], upper=0.0)
+    for o in sorted({problem.values[v].producer for v in problem.dropped}):
+        ramp = model.Y.get((o, p))
+        if ramp is not None and ramp.steps[0] <= border:
+            model.linear.add_row(f"dropped[op={o}]", [(ramp.columns[0], 1.0)], upper=0.0)
 
 
 def _taken(model: Retention, v: int, p: int, t: int) -> list[tuple[int, float]]:

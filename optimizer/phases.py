@@ -18,6 +18,10 @@ from placemat.problem import Problem
 
 # Without a border nothing says where recomputation pays; even phases of a twentieth of the step were found to.
 DEFAULT_EVEN_PHASES = 20
+# Longer steps have too many columns in wider families to gain anything in a minute.
+WIDER_STEPS = 200
+EVERY_STEPS = 100
+WIDER = (8, 16)
 
 PhasesArgument = int | Sequence[int] | Literal["every"] | None
 
@@ -47,7 +51,7 @@ def make_phases(problem: Problem, phases: PhasesArgument = None) -> Phases:
     Args:
         problem: its `border` is a cut, if it has one.
         phases: None is P = 2 cut at the border, without a border 20 even phases; an int P is P phases: with a border
-            one forward phase and P - 1 even ones after it, without a border even ones; "every" gives every step its
+            a quarter of them before it and the others after it, without one even ones; "every" gives every step its
             own; a list gives the cut positions between 0 and T.
 
     Raises:
@@ -66,6 +70,27 @@ def make_phases(problem: Problem, phases: PhasesArgument = None) -> Phases:
     return _at(phases, num_steps, f"P={len(phases) + 1}, cut at {', '.join(map(str, phases))}")
 
 
+def ladder(problem: Problem, phases: PhasesArgument = None) -> list[Phases]:
+    """The families to search one after the other, each one within the next: the one that `phases` names, or several.
+
+    None begins as `make_phases` does. Steps of at most WIDER_STEPS ops go on with cuts in forward, too, where values
+    are then dropped and made again for forward itself, and with more in backward; those of at most EVERY_STEPS end with
+    every step its own phase, beyond which there is next to nothing.
+    """
+    first = make_phases(problem, phases)
+    if phases is not None or problem.num_steps > WIDER_STEPS:
+        return [first]
+    families = [first]
+    border = problem.border
+    if first.num_phases == 2 and border is not None:
+        for count in WIDER[:1] if problem.num_steps <= EVERY_STEPS else WIDER:
+            if 2 * count <= min(border, problem.num_steps - border):
+                families.append(_counted(problem, count))
+    if first.num_phases < problem.num_steps <= EVERY_STEPS:
+        families.append(make_phases(problem, "every"))
+    return families
+
+
 def _counted(problem: Problem, count: int) -> Phases:
     num_steps, border = problem.num_steps, problem.border
     if not 1 <= count <= max(num_steps, 1):
@@ -74,11 +99,18 @@ def _counted(problem: Problem, count: int) -> Phases:
         return _at(range(1, num_steps), num_steps, f"P={num_steps}, every step its own phase")
     if border is None or not 0 < border < num_steps or count == 1:
         return _at(_even(0, num_steps, count), num_steps, f"P={count}, even phases")
-    backward = min(count - 1, num_steps - border)
-    cuts = [*_even(0, border, count - backward), border, *_even(border, num_steps, backward)]
-    if count == 2:
+    forward = min(max(1, count // 4, count - (num_steps - border)), border)
+    return _around(problem, forward, count - forward)
+
+
+def _around(problem: Problem, forward: int, backward: int) -> Phases:
+    """Even phases before and after the border."""
+    border, num_steps = problem.border, problem.num_steps
+    assert border is not None
+    cuts = [*_even(0, border, forward), border, *_even(border, num_steps, backward)]
+    if len(cuts) == 1:
         return _at(cuts, num_steps, "P=2 at the border")
-    return _at(cuts, num_steps, f"P={count}, {count - backward} before the border")
+    return _at(cuts, num_steps, f"P={forward + backward}, {forward} before the border")
 
 
 def _even(start: int, stop: int, count: int) -> list[int]:

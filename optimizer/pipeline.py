@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,18 +12,22 @@ from torch import nn
 
 from placemat.baselines import save_all
 from placemat.calls import check_trainable, input_digest, module_digest, the_device
+from placemat.constraints import Constraints, constrain
 from placemat.cost_models.base import CostModel, Costs, cost_graph
 from placemat.cost_models.workspaces import is_known
 from placemat.floor import Floor, lowered, minimum_budget
+from placemat.frontier import Frontier, check_points, problem_frontier
 from placemat.graph.capture import capture
 from placemat.graph.errors import BudgetTooSmall, InvalidSchedule, PlanMismatch
+from placemat.graph.forced import why_not_even_if_asked
 from placemat.graph.ir import OpGraph
 from placemat.graph.joint import JointGraph
 from placemat.graph.loss import capture_loss
 from placemat.graph.lower import LossRegion, Lowering, lower
 from placemat.graph.static import static_bytes
-from placemat.plan import Plan, build_plan, peak_breakdown
+from placemat.plan import Plan, SolvedProblem, build_plan, peak_breakdown
 from placemat.problem import Problem
+from placemat.schedule import Schedule
 from placemat.simulate import simulate
 from placemat.solve import solve
 from placemat.units import format_bytes
@@ -36,11 +40,11 @@ class Stages:
     """What planning knows of a call before a budget is looked at.
 
     Attributes:
-        lowering: ops and values, and the way back to the captured graph.
+        lowering: ops and values as constrained by the user, and the way back to the captured graph.
         costs: seconds and workspaces per op.
         problem: the rematerialization instance.
         loss: what the caller does between forward and backward.
-        keep_everything_bytes: peak of the emitted step without recomputation.
+        keep_everything_bytes: peak of the emitted step without recomputation, but for what the user asked for.
         eager_bound_bytes: no step with the original forward needs more.
         capture_seconds: time that capturing took.
     """
@@ -53,6 +57,10 @@ class Stages:
     eager_bound_bytes: int
     capture_seconds: float
 
+    def may_run_original(self, budget_bytes: int) -> bool:
+        """Whether the module's original forward fits the budget and does what was asked for: it recomputes nothing."""
+        return budget_bytes >= self.eager_bound_bytes and not self.problem.dropped
+
 
 @dataclass(frozen=True)
 class Planner:
@@ -64,6 +72,7 @@ class Planner:
     loss_fn: Callable[[Any], torch.Tensor] | None = None
     reserved_bytes: int = 0
     accumulate_grad: bool = False
+    constraints: Constraints = field(default_factory=Constraints)
     time_limit_s: float = 60.0
     gap: float = 0.01
     progress: Progress | None = None
@@ -86,6 +95,7 @@ class Planner:
 
         Raises:
             CaptureError, UnsupportedFeature: the call cannot be planned.
+            ConstraintError: the constraints do not fit the graph.
             BudgetTooSmall: no plan fits the budget.
             SolverFailed: the solver found none in its time.
         """
@@ -93,11 +103,11 @@ class Planner:
         if joint.fingerprint in known:
             return known[joint.fingerprint]
         stages = self._stages(joint, capture_seconds, model, forward, args, kwargs)
-        is_ample = self.budget_bytes is not None and self.budget_bytes >= stages.eager_bound_bytes
+        is_ample = self.budget_bytes is not None and stages.may_run_original(self.budget_bytes)
         floor = _quick_floor(stages.problem) if is_ample else self.floor(stages)
         budget_bytes = self._budget(stages, floor)
         if budget_bytes < floor.minimum_bytes:
-            raise _too_small(stages, floor, budget_bytes, self.reserved_bytes)
+            raise _too_small(stages, floor, budget_bytes, self)
         self._say(f"solving for {format_bytes(budget_bytes)}")
         result = solve(
             stages.problem,
@@ -107,25 +117,70 @@ class Planner:
             warm_start=floor.schedule,
             progress=self.progress,
         )
-        if result.simulation.peak_bytes < floor.minimum_bytes:
-            floor = _FLOORS[stages.problem] = lowered(floor, stages.problem, result.schedule)
+        notes = _notes(stages.lowering.graph)
+        if result.limit == "interrupt":
+            self._say("interrupted: going on with the best plan so far")
+            notes += ("the search was interrupted: this is the best plan that it had found by then.",)
+        floor = _lowered(stages.problem, floor, result.schedule)
+        digests = module_digest(model), input_digest(args, kwargs)
+        return self._built(stages, result, budget_bytes, floor, digests, notes)
+
+    def frontier(
+        self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], points: int
+    ) -> Frontier:
+        """Plans for one kind of call at several budgets; the planner's own budget is not looked at.
+
+        Raises:
+            CaptureError, UnsupportedFeature, ConstraintError, SolverFailed: as for `plan`.
+            PlacematError: `points` is no number from 2 on.
+        """
+        check_points(points)
+        stages = self.stages(model, forward, args, kwargs)
+        started = time.monotonic()
+        floor = self.floor(stages)
+        curve = problem_frontier(
+            stages.problem,
+            points=points,
+            time_limit_s=self.time_limit_s - (time.monotonic() - started),
+            gap=self.gap,
+            floor=floor,
+            progress=self.progress,
+        )
+        for point in curve:
+            floor = _lowered(stages.problem, floor, point.schedule)
+        digests = module_digest(model), input_digest(args, kwargs)
+        notes = _notes(stages.lowering.graph)
+        planner = replace(self, budget_fraction=None)
+        plans = (planner._built(stages, point, point.budget_bytes, floor, digests, notes) for point in curve)
+        return Frontier(curve, tuple(plans))
+
+    def _built(
+        self,
+        stages: Stages,
+        answer: SolvedProblem,
+        budget_bytes: int,
+        floor: Floor,
+        digests: tuple[str, str],
+        notes: tuple[str, ...],
+    ) -> Plan:
+        """The plan of an answer; `digests` are those of the module and of the inputs."""
         return build_plan(
             stages.lowering.graph,
             stages.costs,
             stages.problem,
-            result,
+            answer,
             budget_bytes=budget_bytes,
             reserved_bytes=self.reserved_bytes,
             floor_bytes=floor.minimum_bytes,
             floor_proven=floor.proven,
             keep_everything_bytes=stages.keep_everything_bytes,
             capture_seconds=stages.capture_seconds,
-            module_digest=module_digest(model),
-            input_digest=input_digest(args, kwargs),
-            runs_original=budget_bytes >= stages.eager_bound_bytes,
+            module_digest=digests[0],
+            input_digest=digests[1],
+            runs_original=stages.may_run_original(budget_bytes),
             eager_bound_bytes=stages.eager_bound_bytes,
             options=self._options(stages),
-            notes=_notes(stages.lowering.graph),
+            notes=notes,
         )
 
     def stages(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Stages:
@@ -178,6 +233,7 @@ class Planner:
             loss=loss,
             accumulate_grad=self.accumulate_grad,
         )
+        lowering = _constrained(lowering, self.constraints)
         self._say(f"costing {len(lowering.graph.ops)} ops")
         costs = cost_graph(self.cost_model, lowering.graph)
         problem = Problem.from_op_graph(lowering.graph, costs, reserved_bytes=self.reserved_bytes)
@@ -200,6 +256,8 @@ class Planner:
             "loss_held_bytes": stages.loss.held_bytes,
             "tangents_held": stages.loss.tangents_held,
             "accumulate_grad": self.accumulate_grad,
+            "keep": self.constraints.keep,
+            "recompute": self.constraints.recompute,
             "time_limit_s": self.time_limit_s,
             "gap": self.gap,
         }
@@ -207,6 +265,11 @@ class Planner:
     def _say(self, what: str) -> None:
         if self.progress is not None:
             self.progress(what)
+
+
+def _constrained(lowering: Lowering, constraints: Constraints) -> Lowering:
+    graph = constrain(lowering.graph, constraints, lambda index: why_not_even_if_asked(lowering, index))
+    return replace(lowering, graph=graph)
 
 
 def _notes(graph: OpGraph) -> tuple[str, ...]:
@@ -225,6 +288,13 @@ def _notes(graph: OpGraph) -> tuple[str, ...]:
 _FLOORS: dict[Problem, Floor] = {}
 _MOST_FLOORS = 32
 _FLOOR_SHARE = 0.2  # of the time limit: the floor is context for most budgets, and the plan itself for few
+
+
+def _lowered(problem: Problem, floor: Floor, schedule: Schedule) -> Floor:
+    """The floor, or a lower one that a plan has shown; what is known of the problem from then on."""
+    if simulate(problem, schedule).peak_bytes < floor.minimum_bytes:
+        floor = _FLOORS[problem] = lowered(floor, problem, schedule)
+    return floor
 
 
 def _quick_floor(problem: Problem) -> Floor:
@@ -251,6 +321,7 @@ def relower(joint: JointGraph, plan: Plan) -> Lowering:
         ),
         accumulate_grad=options["accumulate_grad"],
     )
+    lowering = _constrained(lowering, Constraints(tuple(options["keep"]), tuple(options["recompute"])))
     planned_ops = 1 + max(plan.schedule.computes, default=-1)
     if planned_ops != len(lowering.graph.ops):
         raise PlanMismatch(
@@ -285,11 +356,11 @@ def eager_bound(problem: Problem) -> int:
     return problem.static_bytes + values + max((op.workspace_bytes for op in problem.ops), default=0)
 
 
-def _too_small(stages: Stages, floor: Floor, budget_bytes: int, reserved_bytes: int) -> BudgetTooSmall:
+def _too_small(stages: Stages, floor: Floor, budget_bytes: int, planner: Planner) -> BudgetTooSmall:
     """The floor's answer, with the decomposition at the binding step and the user's line."""
     graph = stages.lowering.graph
     simulation = simulate(stages.problem, floor.schedule)
-    breakdown = peak_breakdown(graph, simulation, reserved_bytes)
+    breakdown = peak_breakdown(graph, simulation, planner.reserved_bytes)
     op = next(o for o in graph.ops if o.name == floor.binding_op)
     parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in breakdown.items() if size)
     where = f"{op.name} ({op.target}{', in ' + op.module_path if op.module_path else ''})"
@@ -298,11 +369,13 @@ def _too_small(stages: Stages, floor: Floor, budget_bytes: int, reserved_bytes: 
         if floor.proven
         else f"no smaller one was found, and below {floor.lower_bound_bytes} bytes there is none"
     )
+    constraints = planner.constraints
     return BudgetTooSmall(
-        f"budget {budget_bytes} bytes ({format_bytes(budget_bytes)}) is too small: the smallest budget is "
+        f"budget {budget_bytes} bytes ({format_bytes(budget_bytes)}) is too small: the smallest budget"
+        f"{f' with {constraints}' if constraints else ''} is "
         f"{floor.minimum_bytes} bytes ({format_bytes(floor.minimum_bytes)}), {proven}. There the peak is at "
         f"{where}{', ' + op.source if op.source else ''}: {parts}. Remedy: budget_bytes={floor.minimum_bytes} or "
-        "more, a smaller batch, or fewer outputs held by the caller.",
+        f"more, a smaller batch, or fewer {'entries in keep=' if constraints.keep else 'outputs held by the caller'}.",
         minimum_budget_bytes=floor.minimum_bytes,
         budget_bytes=budget_bytes,
         breakdown=breakdown,

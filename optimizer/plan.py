@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
+from typing import Any, Protocol, get_origin, get_type_hints
 
 from placemat import plan_file, summary
 from placemat.cost_models.base import Costs
@@ -19,8 +19,24 @@ from placemat.schedule import Compute, Free, Schedule
 from placemat.simulate import Simulation, simulate
 from placemat.units import format_bytes
 
-if TYPE_CHECKING:
-    from placemat.solve import SolveResult
+
+class SolvedProblem(Protocol):
+    """What a plan needs of a solver's answer: a `SolveResult` or a `FrontierPoint`; the fields are as in `Plan`."""
+
+    @property
+    def schedule(self) -> Schedule: ...
+
+    @property
+    def status(self) -> str: ...
+
+    @property
+    def family(self) -> str: ...
+
+    @property
+    def lower_bound_seconds(self) -> float: ...
+
+    @property
+    def solve_seconds(self) -> float: ...
 
 
 @dataclass(frozen=True, repr=False)
@@ -137,7 +153,7 @@ def build_plan(
     graph: OpGraph,
     costs: Costs,
     problem: Problem,
-    result: SolveResult,
+    result: SolvedProblem,
     *,
     budget_bytes: int,
     reserved_bytes: int,

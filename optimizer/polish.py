@@ -58,7 +58,7 @@ class _Profile:
         dropped: set[int] = set()
         for position in sorted(self.again, key=lambda i: (-self._seconds_per_byte(i), i)):
             stretches = self._stretches(position)
-            if self._fits(stretches, budget_bytes):
+            if not self._remakes_dropped(position) and self._fits(stretches, budget_bytes):
                 dropped.add(position)
                 self._hold(position, stretches)
         return [op for position, op in enumerate(self.computes) if position not in dropped]
@@ -66,6 +66,19 @@ class _Profile:
     def _seconds_per_byte(self, position: int) -> float:
         op = self.problem.ops[self.computes[position]]
         return op.runtime_s / (1 + sum(self.problem.values[v].bytes for v in op.outputs))
+
+    def _remakes_dropped(self, position: int) -> bool:
+        """Whether holding an output instead would hold it over the border, where it must not be."""
+        if self.problem.border is None or not self.problem.dropped:
+            return False
+        border = self.computes.index(self.problem.border)
+        for v in self.problem.ops[self.computes[position]].outputs:
+            touches = self.touches[v]
+            at = touches.index(position)
+            is_read = at + 1 < len(touches) and self.computes[touches[at + 1]] != self.computes[position]
+            if v in self.problem.dropped and is_read and touches[at - 1] < border < position:
+                return True
+        return False
 
     def _stretches(self, position: int) -> list[tuple[int, int]]:
         """(first position, bytes) of what must be held up to `position` if nothing runs there: outputs read later."""

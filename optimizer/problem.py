@@ -27,7 +27,7 @@ class ProblemValue:
 class ProblemOp:
     """One op; its index in `Problem.ops` is the step at which it runs first.
 
-    A recomputation reads `recompute_inputs` (not `inputs`) and needs `recompute_workspace_bytes`.
+    A recomputation reads `recompute_inputs`, which are `inputs` unless given, and needs `recompute_workspace_bytes`.
     """
 
     name: str
@@ -36,25 +36,31 @@ class ProblemOp:
     runtime_s: float
     workspace_bytes: int = 0
     recomputable: bool = True
-    recompute_inputs: tuple[int, ...] = ()
+    recompute_inputs: tuple[int, ...] = None  # type: ignore[assignment]  # None becomes `inputs`
     recompute_workspace_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.recompute_inputs is None:
+            object.__setattr__(self, "recompute_inputs", self.inputs)
 
 
 @dataclass(frozen=True, repr=False)
 class Problem:
     """Ops in execution order and their values; `border` is the index of the first backward-side op, if there is one.
 
-    `static_bytes` are always resident: every peak and budget of this problem includes them.
+    `static_bytes` are always resident: every peak and budget of this problem includes them. The values in `dropped`
+    must not be resident when the op `border` runs first: what reads them afterwards has to recompute them.
 
     Raises:
         ValueError: an index is out of range, an op reads what is not yet produced, a value does not belong to
-            exactly one op, or an amount is negative or not finite.
+            exactly one op, an amount is negative or not finite, or a dropped value could not be brought back.
     """
 
     ops: tuple[ProblemOp, ...]
     values: tuple[ProblemValue, ...]
     border: int | None = None
     static_bytes: int = 0
+    dropped: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.validate()
@@ -84,6 +90,8 @@ class Problem:
         if missing := set(range(len(self.values))) - seen:
             v = min(missing)
             raise ValueError(f"value {v} ({self.values[v].name}) is not among the outputs of any op")
+        for v in sorted(self.dropped):
+            self._check_dropped(v)
 
     def _check_op(self, step: int, op: ProblemOp) -> None:
         where = f"op {step} ({op.name})"
@@ -107,6 +115,22 @@ class Problem:
                         "later: ops must be in topological order"
                     )
 
+    def _check_dropped(self, v: int) -> None:
+        if not 0 <= v < len(self.values):
+            raise ValueError(f"`dropped` names value {v}; there are {len(self.values)} values")
+        value = self.values[v]
+        what = f"value {v} ({value.name}) is in `dropped`"
+        if self.border is None or self.border >= len(self.ops):
+            raise ValueError(f"{what}, which is about the op at the border, but `border` is {self.border}")
+        if value.producer >= self.border:
+            raise ValueError(f"{what}, but is produced by op {value.producer}, not before the border {self.border}")
+        if v in self.ops[self.border].inputs:
+            raise ValueError(f"{what}, but op {self.border} ({self.ops[self.border].name}) at the border reads it")
+        if value.pinned:
+            raise ValueError(f"{what}, but is pinned")
+        if not self.ops[value.producer].recomputable:
+            raise ValueError(f"{what}, but op {value.producer} ({self.ops[value.producer].name}) is not recomputable")
+
     @classmethod
     def from_networkx(
         cls,
@@ -120,7 +144,7 @@ class Problem:
 
         Args:
             g: acyclic; node attributes `bytes` (int) and `seconds` (float), and optionally `workspace_bytes` = 0,
-                `recomputable` = True, `pinned` = False.
+                `recomputable` = True, `pinned` = False, `dropped` = False.
             order: every node once, in execution order; None takes the topological order nearest to the insertion order.
             border: position in `order` of the first backward-side node, if there is one.
             static_bytes: bytes resident during the whole step.
@@ -150,7 +174,8 @@ class Problem:
                 )
             )
             values.append(ProblemValue(str(node), data["bytes"], index, data.get("pinned", False)))
-        return cls(tuple(ops), tuple(values), border, static_bytes)
+        dropped = frozenset(index for node, index in position.items() if g.nodes[node].get("dropped", False))
+        return cls(tuple(ops), tuple(values), border, static_bytes, dropped)
 
     @classmethod
     def from_op_graph(cls, graph: OpGraph, costs: Costs, *, reserved_bytes: int = 0) -> Problem:
@@ -169,14 +194,16 @@ class Problem:
             for op in graph.ops
         )
         values = tuple(ProblemValue(v.name, v.bytes, v.producer, v.pinned) for v in graph.values)
-        return cls(ops, values, graph.border, graph.total_static_bytes + reserved_bytes)
+        static_bytes = graph.total_static_bytes + reserved_bytes
+        return cls(ops, values, graph.border, static_bytes, frozenset(graph.dropped))
 
     def __repr__(self) -> str:
         recomputable = sum(op.recomputable for op in self.ops)
         pinned = sum(value.pinned for value in self.values)
+        dropped = f", {len(self.dropped)} dropped at the border" if self.dropped else ""
         return (
             f"Problem({len(self.ops)} ops, {recomputable} recomputable, border={self.border}; "
-            f"{len(self.values)} values, {pinned} pinned, {sum(v.bytes for v in self.values):,} B; "
+            f"{len(self.values)} values, {pinned} pinned{dropped}, {sum(v.bytes for v in self.values):,} B; "
             f"{self.static_bytes:,} B static; {self.runtime_s:.6g} s)"
         )
 

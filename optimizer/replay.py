@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from placemat.problem import Problem
 from placemat.schedule import Schedule, canonical
@@ -20,35 +20,70 @@ def may_be_dropped(problem: Problem, v: int) -> bool:
 
 
 def replay(problem: Problem, kept: Collection[int], cut: int) -> Schedule:
-    """Drop at `cut` what is not in `kept` and can be recomputed; recompute each op at most once, before its first use.
+    """Drop at `cut` what is not in `kept` and can be recomputed, and at the border what must be dropped there; after
+    either recompute each op at most once, before its first use.
 
     Args:
         problem: any problem.
-        kept: values to hold over the cut; those that cannot be recomputed or are pinned are held in any case.
-        cut: step from which on values are recomputed; values produced at or after it are never dropped.
+        kept: values to hold over the cut; those that cannot be recomputed or are pinned are held in any case, and those
+            in `problem.dropped` over the border in none.
+        cut: step from which on values are recomputed; values produced at or after it are not dropped by it.
     """
-    available = {
-        v for v, value in enumerate(problem.values)
-        if v in kept or value.producer >= cut or not may_be_dropped(problem, v)
-    }  # fmt: skip
+    missing: set[int] = set()
     computes: list[int] = []
     for step, op in enumerate(problem.ops):
-        if step >= cut:
-            again = _missing_ops(problem, op.inputs, available)
-            computes.extend(again)
-            for w in again:
-                available.update(problem.ops[w].outputs)
+        if step == cut:
+            missing.update(
+                v for v, value in enumerate(problem.values)
+                if v not in kept and value.producer < cut and may_be_dropped(problem, v)
+            )  # fmt: skip
+        again = _missing_ops(problem, op.inputs, missing)
+        computes.extend(again)
+        for w in again:
+            missing.difference_update(problem.ops[w].outputs)
+        if step == problem.border:
+            missing.update(problem.dropped)
         computes.append(step)
     return canonical(problem, computes)
 
 
-def _missing_ops(problem: Problem, wanted: Collection[int], available: Collection[int]) -> list[int]:
+def _missing_ops(problem: Problem, wanted: Collection[int], missing: Collection[int]) -> list[int]:
     """Ops to recompute so that `wanted` is there, in index order."""
     ops: set[int] = set()
-    stack = [v for v in wanted if v not in available]
+    stack = [v for v in wanted if v in missing]
     while stack:
         w = problem.values[stack.pop()].producer
         if w not in ops:
             ops.add(w)
-            stack.extend(u for u in problem.ops[w].recompute_inputs if u not in available)
+            stack.extend(u for u in problem.ops[w].recompute_inputs if u in missing)
     return sorted(ops)
+
+
+def carried(problem: Problem, schedule: Schedule, cuts: Sequence[int]) -> set[tuple[int, int]]:
+    """(value, p) for what a schedule holds over the p-th cut, from 1 on, because something reads it before its op runs
+    again; pinned values left out.
+
+    A value is over a cut if it is touched before the first run of the op at the cut and read next after it.
+    """
+    held: set[tuple[int, int]] = set()
+    computes = schedule.computes
+    starts, started = {}, 0
+    for position, index in enumerate(computes):
+        if index == started:
+            starts[index] = position
+            started += 1
+    is_read: set[int] = set()  # values of which the next touch is a read
+    ahead = len(computes)
+    for p in range(len(cuts), 0, -1):
+        # Recomputations before the first run at the cut belong to its phase.
+        begin = starts[cuts[p - 1] - 1] + 1
+        for position in range(ahead - 1, begin - 1, -1):
+            op = problem.ops[computes[position]]
+            is_first = starts[computes[position]] == position
+            is_read.difference_update(op.outputs)
+            is_read.update(op.inputs if is_first else op.recompute_inputs)
+        ahead = begin
+        held.update(
+            (v, p) for v in is_read if problem.values[v].producer < cuts[p - 1] and not problem.values[v].pinned
+        )
+    return held

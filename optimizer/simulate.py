@@ -4,7 +4,7 @@ Rules. First runs come in index order, each op once; a recomputation comes after
 be recomputed. A run needs its inputs resident (a recomputation: its `recompute_inputs`) and while it lasts there are
 resident: the static bytes, everything that was resident before, *all* outputs of the op, and its workspace. An output
 whose old copy is still resident counts twice until the run ends, when the new copy replaces it. Pinned values are
-never freed; only resident values are.
+never freed; only resident values are. When the op at the border runs, no value of `Problem.dropped` is resident.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
                     _reject(
                         index, f"op {step.op} ({op.name}) reads value {v} ({values[v].name}), which is not resident"
                     )
+            if step.op == problem.border and is_first:
+                _check_dropped(problem, index, resident)
             workspace_bytes = op.workspace_bytes if is_first else op.recompute_workspace_bytes
             running_bytes = live_bytes + workspace_bytes + sum(values[v].bytes for v in op.outputs)
             timeline.append(running_bytes)
@@ -107,6 +109,16 @@ def _check_run(problem: Problem, index: int, op: int, num_started: int) -> bool:
     if not problem.ops[op].recomputable:
         _reject(index, f"op {op} ({problem.ops[op].name}) may not be recomputed")
     return False
+
+
+def _check_dropped(problem: Problem, index: int, resident: dict[int, None]) -> None:
+    if held := problem.dropped.intersection(resident):
+        v = min(held)
+        _reject(
+            index,
+            f"value {v} ({problem.values[v].name}) is resident at the border, op {problem.border}, where it must not "
+            "be: it is in `dropped`",
+        )
 
 
 def _check_free(problem: Problem, index: int, v: int, resident: dict[int, None]) -> None:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 from placemat.baselines import save_all
-from placemat.decode import decode
-from placemat.floor import budget_too_small, minimum_budget, static_lower_bound
+from placemat.floor import Floor, budget_too_small, minimum_budget, static_lower_bound
+from placemat.graph.errors import PlacematError, SolverFailed
 from placemat.greedy import greedy
-from placemat.milp import Retention
-from placemat.phases import Phases, PhasesArgument, make_phases
-from placemat.polish import drop_needless
+from placemat.incumbent import Incumbent
+from placemat.phases import Phases, PhasesArgument, ladder
 from placemat.problem import Problem
-from placemat.refinement import FRACTION, TIE_SCALE, Refinement, cost_unit_s, first_grid
-from placemat.replay import default_cut
 from placemat.schedule import Schedule
+from placemat.search import FamilySearch
 from placemat.simulate import Simulation, simulate
 from placemat.starts import starting_schedules
 
-# Part of the remaining time that one MILP may take: a plan that fails the referee needs another one.
-SHARE_OF_TIME = 0.7
+# A wider family is searched if by its relaxation it may save more than this share of the step's seconds.
+WORTH_CLIMBING = 0.005
+# Part of the time left for all wider families together, so that a small step does not take longer than a large one.
+# Who wants more from one names it: solve(..., phases=8).
+CLIMBING_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -73,146 +72,134 @@ def solve(
         budget_bytes: bound on the peak.
         time_limit_s: wall-clock seconds; the best plan so far is returned with its gap.
         gap: stop when (objective - bound) / objective is at most this.
-        phases: the family, see `make_phases`; None is P = 2 cut at the border.
+        phases: the family, see `make_phases`; None lets the solver choose and climb, see `ladder`.
         warm_start: a schedule that may already fit.
         progress: takes one line of text per stage.
 
     Raises:
-        BudgetTooSmall: no plan of the family fits, or none was found; carries the floor.
+        BudgetTooSmall: no plan of the family fits; carries the floor.
+        SolverFailed: none was found in time, though there may be one; or HiGHS cannot be run.
         InvalidSchedule: `warm_start` is not a schedule of the problem.
-        SolverFailed: HiGHS cannot be run.
     """
-    family = make_phases(problem, phases)
-    search = _Search(problem, family, budget_bytes, gap, time.monotonic() + time_limit_s, progress)
     started = time.monotonic()
+    families = ladder(problem, phases)
+    incumbent = Incumbent(problem, budget_bytes, started + time_limit_s, progress)
     everything = save_all(problem)
-    if simulate(problem, everything).peak_bytes <= budget_bytes:
-        search.offer(everything)
-        return search.result(started)
-    starts = starting_schedules(problem, family) + ([] if warm_start is None else [warm_start])
-    for start in starts:
-        search.offer(start)
-    if budget_bytes >= static_lower_bound(problem):
-        lowest = min(starts, key=lambda schedule: simulate(problem, schedule).peak_bytes)
-        grid_start = lowest if search.best is None else search.best
-        is_default = family.cuts[1:-1] == (default_cut(problem),)
-        if is_default and (found := greedy(problem, budget_bytes)) is not None:
-            search.offer(found)
-        search.run(grid_start)
-    if search.best is None:
+    incumbent.offer(everything)
+    # No schedule of any family recomputes less than what must be.
+    rungs = _Rungs(families, incumbent, gap, simulate(problem, everything).recompute_seconds)
+    try:
+        rungs.climb([] if warm_start is None else [warm_start])
+    except KeyboardInterrupt:
+        if incumbent.schedule is None:
+            raise
+        rungs.limit = "interrupt"
+    if incumbent.schedule is None:
         floor = minimum_budget(
             problem,
-            time_limit_s=max(search.seconds_left(), 1.0),
+            time_limit_s=max(incumbent.seconds_left(), 1.0),
             phases=phases,
             warm_start=warm_start,
             progress=progress,
         )
-        if floor.minimum_bytes > budget_bytes:
-            raise budget_too_small(problem, budget_bytes, floor)
-        search.offer(floor.schedule)
-    return search.result(started)
+        if not incumbent.offer(floor.schedule):
+            raise _no_plan(problem, budget_bytes, floor, time_limit_s)
+    return _result(rungs, time.monotonic() - started)
 
 
-@dataclass
-class _Search:
-    """The best plan and the best bound so far."""
+class _Rungs:
+    """The searches of one family after the other, each starting from the plan of those before.
 
-    problem: Problem
-    phases: Phases
-    budget_bytes: int
-    gap: float
-    deadline: float
-    progress: Callable[[str], None] | None
-    best: Schedule | None = None
-    best_seconds: float = float("inf")
-    lower_seconds: float = 0.0
-    limit: str | None = None
+    Attributes:
+        searches: those that were begun.
+        limit: what stopped the last one, if anything did.
+    """
 
-    def seconds_left(self) -> float:
-        return self.deadline - time.monotonic()
+    def __init__(self, families: Sequence[Phases], incumbent: Incumbent, gap: float, lower_seconds: float) -> None:
+        self.families, self.incumbent, self.gap, self.lower_seconds = families, incumbent, gap, lower_seconds
+        self.searches: list[FamilySearch] = []
+        self.limit: str | None = None
 
-    def offer(self, schedule: Schedule) -> None:
-        """Take a schedule that fits, less what it need not recompute, if it is cheaper or as cheap in fewer runs."""
-        if simulate(self.problem, schedule).peak_bytes > self.budget_bytes:
+    def climb(self, starts: Sequence[Schedule]) -> None:
+        """Search the families until one is not settled, or the next one has nothing left that is worth it."""
+        search = self._begin(self.families[0])
+        if search.is_closed():
             return
-        schedule = drop_needless(self.problem, schedule, self.budget_bytes)
-        seconds = simulate(self.problem, schedule).recompute_seconds
-        is_shorter = self.best is not None and len(schedule.recomputes) < len(self.best.recomputes)
-        if seconds < self.best_seconds or (seconds == self.best_seconds and is_shorter):
-            self.best, self.best_seconds = schedule, seconds
-
-    def is_closed(self) -> bool:
-        """Objective and bound agree within the gap; the tie-break alone may hold them apart by its own size."""
-        if self.best is None:
-            return False
-        resolution_s = TIE_SCALE * cost_unit_s(self.problem)
-        return self.best_seconds - self.lower_seconds <= self.gap * self.best_seconds + resolution_s
-
-    def run(self, start: Schedule) -> None:
-        """Solve, decode, referee and tighten until the gap is closed; the first grid follows `start`."""
-        grid = first_grid(self.problem, start)
-        refinement = Refinement(self.problem, self.phases, self.budget_bytes, grid)
-        while not self.is_closed():
-            if self.seconds_left() <= 0:
-                self.limit = "time"
+        self._offer_starts(search, starts)
+        if self.incumbent.budget_bytes < static_lower_bound(self.incumbent.problem):
+            return
+        if search.has_one_cut:
+            search.relax()
+        search.run()
+        climbing_until = time.monotonic() + CLIMBING_SHARE * self.incumbent.seconds_left()
+        for family in self.families[1:]:
+            self.limit = search.limit
+            if not search.is_closed() and not search.is_impossible:
                 return
-            if not self._step(refinement):
+            search = self._begin(family)
+            search.deadline = climbing_until
+            search.relax()
+            if not self._is_worth_climbing(search):
                 return
+            search.run()
+        self.limit = search.limit
 
-    def _step(self, refinement: Refinement) -> bool:
-        """One solve, decoded and refereed; False when another would not help."""
-        built = refinement.build()
-        self._tell(f"{self.phases.family}: {built.model.linear.describe()}")
-        answer = built.minimize(time_limit_s=SHARE_OF_TIME * self.seconds_left(), gap=self.gap)
-        self._raise_bound(answer.bound)
-        if answer.limit is not None:
-            self.limit = answer.limit
-        if answer.values is None:
+    def _begin(self, family: Phases) -> FamilySearch:
+        self.searches.append(FamilySearch(family, self.incumbent, self.gap, self.lower_seconds))
+        return self.searches[-1]
+
+    def _offer_starts(self, search: FamilySearch, starts: Sequence[Schedule]) -> None:
+        """Quick plans."""
+        for start in (*starting_schedules(self.incumbent.problem, search.phases), *starts):
+            self.incumbent.offer(start)
+        if search.has_one_cut and (found := greedy(search.problem, self.incumbent.budget_bytes)) is not None:
+            search.offer(found)
+
+    def _is_worth_climbing(self, search: FamilySearch) -> bool:
+        """Whether a wider family may save enough of the step's seconds, going by its relaxation."""
+        saving_s = self.incumbent.seconds - search.lower_seconds
+        if search.is_impossible:
             return False
-        schedule = decode(built.model, answer.values)
-        simulation = simulate(self.problem, schedule)
-        self._check_objective(built.model, answer.values, simulation)
-        self._tell(
-            f"a plan of {simulation.recompute_seconds:.6g} s and {simulation.peak_bytes:,} bytes; "
-            f"at least {self.lower_seconds:.6g} s"
-        )
-        if simulation.peak_bytes > self.budget_bytes:
-            refinement.tighten(built, schedule, simulation, answer.values)
-            return True
-        self.offer(schedule)
-        # Another solve starts from nothing: it helps only against Y that are fractional at the optimum.
-        return answer.status == "optimal" and not self.is_closed() and refinement.make_binary(built, answer.values)
+        return not search.is_closed() and saving_s > WORTH_CLIMBING * self.incumbent.problem.runtime_s
 
-    def _check_objective(self, model: Retention, solution: np.ndarray, simulation: Simulation) -> None:
-        """An integral solution says what its schedule costs."""
-        columns = [(solution[ramp.final], self.problem.ops[o].runtime_s) for (o, _), ramp in model.Y.items()]
-        if all(min(x, 1 - x) <= FRACTION for x, _ in columns):
-            claimed_s = sum(round(x) * runtime_s for x, runtime_s in columns)
-            assert abs(claimed_s - simulation.recompute_seconds) <= 1e-9 * max(self.problem.runtime_s, claimed_s)
+    def told(self) -> FamilySearch:
+        """The search whose bound is told: of those that hold for the best plan the widest one that is closed, or the
+        one that is nearest to it. A plan that was handed in may beat every family."""
+        best_s = self.incumbent.seconds + self.searches[0].resolution_s
+        valid = [s for s in self.searches if s.lower_seconds <= best_s]
+        closed = [s for s in valid if s.is_closed()]
+        if closed:
+            return closed[-1]
+        return max(valid, key=lambda s: s.lower_seconds) if valid else self.searches[-1]
 
-    def _raise_bound(self, bound: float) -> None:
-        """From units of the objective to seconds, less what the tie-break may have added."""
-        seconds = (bound - TIE_SCALE) * cost_unit_s(self.problem)
-        self.lower_seconds = max(self.lower_seconds, seconds)
 
-    def _tell(self, line: str) -> None:
-        if self.progress is not None:
-            self.progress(line)
+def _no_plan(problem: Problem, budget_bytes: int, floor: Floor, time_limit_s: float) -> PlacematError:
+    """Too small for sure, or not found in time."""
+    if floor.lower_bound_bytes > budget_bytes:
+        return budget_too_small(problem, budget_bytes, floor)
+    return SolverFailed(
+        f"no plan for {budget_bytes:,} bytes was found in {time_limit_s:g} s; the lowest that was found needs "
+        f"{floor.minimum_bytes:,}, and below {floor.lower_bound_bytes:,} there is none ({floor.family}). Remedy: that "
+        "budget, a larger time_limit_s, or a warm_start= that fits."
+    )
 
-    def result(self, started: float) -> SolveResult:
-        assert self.best is not None
-        simulation = simulate(self.problem, self.best)
-        assert simulation.peak_bytes <= self.budget_bytes
-        objective = simulation.recompute_seconds
-        lower = min(self.lower_seconds, objective)
-        return SolveResult(
-            schedule=self.best,
-            status="optimal" if self.is_closed() else "feasible",
-            limit=None if self.is_closed() else self.limit,
-            objective_seconds=objective,
-            lower_bound_seconds=lower,
-            gap=(objective - lower) / objective if objective else 0.0,
-            family=self.phases.family,
-            solve_seconds=time.monotonic() - started,
-            simulation=simulation,
-        )
+
+def _result(rungs: _Rungs, solve_seconds: float) -> SolveResult:
+    incumbent, search = rungs.incumbent, rungs.told()
+    assert incumbent.schedule is not None
+    simulation = simulate(incumbent.problem, incumbent.schedule)
+    assert simulation.peak_bytes <= incumbent.budget_bytes
+    objective = simulation.recompute_seconds
+    lower = min(search.lower_seconds, objective)
+    is_closed = search.is_closed()
+    return SolveResult(
+        schedule=incumbent.schedule,
+        status="optimal" if is_closed else "feasible",
+        limit=None if is_closed else rungs.limit,
+        objective_seconds=objective,
+        lower_bound_seconds=lower,
+        gap=(objective - lower) / objective if objective else 0.0,
+        family=search.contraction.family(search.phases),
+        solve_seconds=solve_seconds,
+        simulation=simulation,
+    )

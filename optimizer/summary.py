@@ -86,11 +86,12 @@ def _limits(plan: Plan) -> str:
     proof = "proven for the solved family" if plan.floor_proven else "smallest peak that was found, no proof"
     headroom = plan.budget_bytes - plan.predicted_peak_bytes
     room = f"{format_bytes(abs(headroom))} {'below' if headroom >= 0 else 'ABOVE'} the budget"
+    asked = " but what recompute= asks for" if plan.options.get("recompute") else ""
     rows = [
         ("floor", format_bytes(plan.floor_bytes), proof),
         ("predicted peak", format_bytes(plan.predicted_peak_bytes), room),
         ("budget", format_bytes(plan.budget_bytes), ""),
-        ("keep everything", format_bytes(plan.keep_everything_bytes), "peak without recomputation"),
+        ("keep everything", format_bytes(plan.keep_everything_bytes), f"peak without recomputation{asked}"),
     ]
     return align(rows, frozenset({0, 2}))
 
@@ -113,6 +114,7 @@ def _cost(plan: Plan) -> str:
         ("lower bound", f"{plan.lower_bound:.2%} for family {plan.family}, gap {plan.gap:.2%}, {plan.status}"),
         ("costs", f"{plan.cost_source} ({plan.device})"),
         ("time", f"captured in {plan.capture_seconds:.2f} s, solved in {plan.solve_seconds:.2f} s"),
+        *((name, ", ".join(plan.options[name])) for name in ("keep", "recompute") if plan.options.get(name)),
         ("versions", f"placemat {plan.placemat_version}, torch {plan.torch_version}"),
     ]
     return align(rows, frozenset({0, 1}))

@@ -106,6 +106,8 @@ def _moves(
             yield (step, resident - {v}), 0.0
     for o, op in enumerate(problem.ops[: step + 1]):
         is_first = o == step
+        if is_first and o == problem.border and not resident.isdisjoint(problem.dropped):
+            continue
         reads = op.inputs if is_first else op.recompute_inputs
         workspace = op.workspace_bytes if is_first else op.recompute_workspace_bytes
         own_bytes = workspace + sum(problem.values[v].bytes for v in op.outputs)

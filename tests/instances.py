@@ -112,4 +112,5 @@ def relabelled(problem: Problem, seed: int) -> Problem:
         )
         for op in problem.ops
     )
-    return Problem(ops, tuple(problem.values[v] for v in order), problem.border, problem.static_bytes)
+    values = tuple(problem.values[v] for v in order)
+    return Problem(ops, values, problem.border, problem.static_bytes, frozenset(new[v] for v in problem.dropped))

@@ -30,6 +30,28 @@ def test_meta_device_model_is_captured_without_memory():
     assert capture(model.forward, (x,), {}).num_forward_outputs == 1
 
 
+class Scored(nn.Module):
+    """Composite operators that have a kernel of their own on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        scores = self.head(x)
+        return nn.functional.cross_entropy(torch.where(scores > 0, scores, 0.0), targets) + scores.std()
+
+
+def test_meta_device_captures_the_backward_of_a_real_device():
+    targets = {}
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            joint = capture(Scored().forward, (torch.randn(4, 8), torch.zeros(4, dtype=torch.long)), {})
+        targets[device] = [str(n.target) for n in joint.graph_module.graph.nodes if n.op == "call_function"]
+    assert targets["meta"] == targets["cpu"]
+    assert "aten.nll_loss_backward.default" in targets["meta"]
+
+
 def test_fingerprint_is_of_the_graph_and_not_of_the_instance():
     x = torch.randn(48, 64)
     first, second = capture(Branches().forward, (x,), {}), capture(Branches().forward, (x,), {})

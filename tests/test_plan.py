@@ -267,6 +267,7 @@ overhead     13.64%: 3 ms of recomputation for a step of 22 ms
 lower bound  2.27% for family P=2, gap 83.33%, optimal
 costs        hand-made figures (cpu)
 time         captured in 1.50 s, solved in 0.25 s
+keep         h.0
 versions     placemat 0.1.0, torch 2.13.0
 
 module        kept     bytes  recomputed    bytes  ms

@@ -45,7 +45,6 @@ def grid(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Small problems get all steps at once; a coarse first grid makes them go through what large ones go through."""
     if request.param == "coarse grid":
         monkeypatch.setattr(refinement, "WHOLE_GRID_STEPS", 0)
-        monkeypatch.setattr(refinement, "GRID_STEPS", 2)
 
 
 @pytest.mark.usefixtures("grid")
@@ -180,6 +179,6 @@ def test_impossible_cuts_are_refused(phases: object) -> None:
 def test_progress_and_family_are_told_in_words() -> None:
     problem = training_chain(9)
     lines: list[str] = []
-    result = solve(problem, half_way(problem), progress=lines.append)
+    result = solve(problem, half_way(problem), phases=2, progress=lines.append)
     assert result.family == "P=2 at the border"
     assert any("rows" in line and "columns" in line for line in lines)

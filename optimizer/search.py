@@ -1,0 +1,194 @@
+"""FamilySearch: the cheapest schedule of one family within a budget, by a retention MILP that is refined on the way."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import numpy as np
+
+from placemat.contraction import contract
+from placemat.decode import decode
+from placemat.greedy import repaired
+from placemat.incumbent import Incumbent
+from placemat.linear_model import LinearAnswer
+from placemat.milp import Retention
+from placemat.neighborhood import neighborhoods
+from placemat.phases import Phases
+from placemat.refinement import (
+    FRACTION,
+    TIE_SCALE,
+    RefinedModel,
+    Refinement,
+    cost_unit_s,
+    first_grid,
+)
+from placemat.replay import carried, default_cut
+from placemat.schedule import Schedule
+from placemat.simulate import Simulation, simulate
+
+# Part of the remaining time that one MILP may take: a plan that fails the referee needs another one.
+SHARE_OF_TIME = 0.5
+RELAXED_THRESHOLDS = (0.05, 0.3, 0.7)  # what a relaxation keeps by more than this is tried
+# An incumbent that is further from the bound is worth looking around for better ones.
+WIDE_GAP = 0.02
+MANY_COLUMNS = 150  # a model with fewer binaries is solved before a look around it would be over
+NEIGHBORHOOD_S = 3.0
+MOST_FAILURES = 16
+# Part of the asked gap that one MILP may leave: the rest is for what the referee and the tie-break add.
+GAP_SHARE = 0.95
+
+
+class FamilySearch:
+    """Solve, decode, referee and tighten until incumbent and bound agree.
+
+    Attributes:
+        phases: the family.
+        incumbent: shared with the searches of other families.
+        gap: (objective - bound) / objective at which to stop.
+        deadline: `time.monotonic()` at which to stop; the incumbent's, unless set to an earlier one.
+        lower_seconds: no schedule of the family within the budget needs fewer.
+        limit: what stopped the search, if anything did.
+    """
+
+    def __init__(self, phases: Phases, incumbent: Incumbent, gap: float, lower_seconds: float) -> None:
+        self.phases, self.incumbent, self.gap = phases, incumbent, gap
+        self.deadline = incumbent.deadline
+        self.lower_seconds = lower_seconds
+        self.limit: str | None = None
+        self.contraction = contract(incumbent.problem, phases)
+        self.problem = self.contraction.problem
+        self.has_one_cut = phases.cuts[1:-1] == (default_cut(self.problem),)
+        limit_bytes = incumbent.budget_bytes
+        grid = first_grid(incumbent.problem, phases, incumbent.schedule, limit_bytes)
+        self.refinement = Refinement(self.problem, phases, limit_bytes, grid)
+
+    def is_closed(self) -> bool:
+        """Objective and bound agree within the gap; the tie-break alone may hold them apart by its own size."""
+        best_s = self.incumbent.seconds
+        return best_s < math.inf and best_s - self.lower_seconds <= self.gap * best_s + self.resolution_s
+
+    @property
+    def resolution_s(self) -> float:
+        """What the tie-break may add to a bound."""
+        return TIE_SCALE * cost_unit_s(self.problem)
+
+    @property
+    def is_impossible(self) -> bool:
+        """No schedule of the family fits the budget."""
+        return self.lower_seconds == math.inf
+
+    def run(self) -> None:
+        """Until the gap is closed, the time is over, or another solve would not help."""
+        while not self.is_closed() and not self.is_impossible:
+            if self.seconds_left() <= 0:
+                self.limit = "time"
+                return
+            if not self._solve():
+                if self.limit is not None and self.is_wide():
+                    self._improve(self.seconds_left())
+                return
+
+    def seconds_left(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+    def relax(self) -> None:
+        """A first bound, and plans near what the relaxation keeps."""
+        if self.seconds_left() <= 0:
+            self.limit = "time"
+            return
+        built = self.refinement.build()
+        answer = built.start(time_limit_s=SHARE_OF_TIME * self.seconds_left(), gap=0.0, relaxed=True)()
+        self._raise_bound(answer.bound)
+        if answer.values is not None and self.has_one_cut:
+            for threshold in RELAXED_THRESHOLDS:
+                self._repair(built.model, answer.values, threshold)
+
+    def _improve(self, time_limit_s: float) -> None:
+        """Neighborhoods of the incumbent, until so many in a row gave no better plan and no missing row."""
+        incumbent, built = self.incumbent, self.refinement.build()
+        deadline = time.monotonic() + time_limit_s
+        carried = self._carried()
+        around = neighborhoods(built.model, carried)
+        failures = 0
+        while failures < MOST_FAILURES and time.monotonic() < deadline:
+            seconds = incumbent.seconds
+            seconds_left = deadline - time.monotonic()
+            answer = built.start(
+                time_limit_s=min(NEIGHBORHOOD_S, seconds_left), gap=self.gap / 2, fixed=built.columns(next(around))
+            )()
+            failures += 1
+            if answer.values is not None and self._take(built, answer):
+                built = self.refinement.build()
+                failures -= 1
+            if incumbent.seconds < seconds:
+                failures = 0
+                carried.clear()
+                carried.update(self._carried())
+
+    def _carried(self) -> set[tuple[int, int]]:
+        assert self.incumbent.schedule is not None
+        return carried(self.incumbent.problem, self.incumbent.schedule, self.phases.cuts[1:-1])
+
+    def _solve(self) -> bool:
+        """Solve the whole model, and meanwhile look around the incumbent; False when another solve would not help."""
+        built = self.refinement.build()
+        self.incumbent.tell(f"{self.phases.family}: {built.model.linear.describe()}")
+        time_limit_s = SHARE_OF_TIME * self.seconds_left()
+        wait = built.start(time_limit_s=time_limit_s, gap=GAP_SHARE * self.gap)
+        if len(built.model.s) >= MANY_COLUMNS and self.is_wide():
+            self._improve(time_limit_s)
+        answer = wait()
+        self._raise_bound(answer.bound)
+        self.limit = answer.limit
+        if answer.values is None:
+            return False
+        if self._take(built, answer):
+            return True
+        # Another solve starts from nothing: it helps only against Y that are fractional at the optimum.
+        is_optimal = answer.status == "optimal"
+        return is_optimal and not self.is_closed() and self.refinement.make_binary(built, answer.values)
+
+    def is_wide(self) -> bool:
+        """Whether the gap is wide enough to look for better plans around the incumbent."""
+        seconds = self.incumbent.seconds
+        return seconds < math.inf and seconds - self.lower_seconds > max(WIDE_GAP, 2 * self.gap) * seconds
+
+    def _take(self, built: RefinedModel, answer: LinearAnswer) -> bool:
+        """Decode and referee a solution; True if it was over the budget and the next model knows."""
+        assert answer.values is not None
+        schedule = decode(built.model, answer.values)
+        simulation = simulate(self.problem, schedule)
+        self._check_objective(built.model, answer.values, simulation)
+        self.offer(schedule)
+        if simulation.peak_bytes <= self.incumbent.budget_bytes:
+            return False
+        if self.has_one_cut:
+            self._repair(built.model, answer.values, 0.5)
+        self.refinement.tighten(built, schedule, simulation, answer.values)
+        return True
+
+    def offer(self, schedule: Schedule) -> None:
+        """A schedule of the contracted problem."""
+        self.incumbent.offer(self.contraction.expand(schedule))
+
+    def _repair(self, model: Retention, solution: np.ndarray, threshold: float) -> None:
+        """What a solution keeps that is over the budget is a good start for a plan that fits."""
+        kept = frozenset(v for (v, _), column in model.s.items() if solution[column] > threshold)
+        schedule = repaired(self.problem, kept, self.incumbent.budget_bytes)
+        if schedule is not None:
+            self.offer(schedule)
+
+    def _check_objective(self, model: Retention, solution: np.ndarray, simulation: Simulation) -> None:
+        """An integral solution says what its schedule costs."""
+        columns = [(solution[ramp.final], self.problem.ops[o].runtime_s) for (o, _), ramp in model.Y.items()]
+        if all(min(x, 1 - x) <= FRACTION for x, _ in columns):
+            claimed_s = sum(round(x) * runtime_s for x, runtime_s in columns)
+            assert abs(claimed_s - simulation.recompute_seconds) <= 1e-9 * max(self.problem.runtime_s, claimed_s)
+
+    def _raise_bound(self, bound: float) -> None:
+        """From units of the objective to seconds, less what the tie-break may have added."""
+        seconds = (bound - TIE_SCALE) * cost_unit_s(self.problem)
+        self.lower_seconds = max(self.lower_seconds, seconds)
+        overhead = self.incumbent.overhead(self.lower_seconds)
+        self.incumbent.tell(f"{self.phases.family}: no plan below {self.lower_seconds:.6g} s ({100 * overhead:.2f} %)")
