@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from placemat.contraction import Contraction, contract
 from placemat.decode import decode
 from placemat.graph.errors import BudgetTooSmall
+from placemat.greedy import lowest_peak
 from placemat.phases import Phases, PhasesArgument, make_phases
 from placemat.polish import drop_needless
 from placemat.problem import Problem
 from placemat.refinement import Refinement, first_grid
+from placemat.replay import default_cut
 from placemat.schedule import Compute, Schedule
 from placemat.simulate import Simulation, simulate
 from placemat.starts import starting_schedules
@@ -71,7 +73,9 @@ def minimum_budget(
     """
     started = time.monotonic()
     family = make_phases(problem, phases)
-    starts = starting_schedules(problem, family) + ([] if warm_start is None else [warm_start])
+    starts = starting_schedules(problem, family, 0) + ([] if warm_start is None else [warm_start])
+    if default_cut(problem) in family.cuts[1:-1]:
+        starts.append(lowest_peak(problem))
     best = min(starts, key=lambda schedule: simulate(problem, schedule).peak_bytes)
     contraction = contract(problem, family)
     search = _FloorSearch(problem, family, contraction, best, static_lower_bound(problem), progress)

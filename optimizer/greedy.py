@@ -1,4 +1,5 @@
-"""Greedy search over the set of kept values: a feasible plan in about a second, and a low peak to start from.
+"""Greedy search over the set of kept values: a feasible plan in about a second, a low peak to start from, and the way
+from what a relaxation keeps to a plan that fits.
 
 With two phases a plan is a set of values to keep over the cut: what is missing is recomputed at most once, as late as
 possible (`replay`; that recomputations follow from what is kept is observed in Checkmate, Jain et al., MLSys 2020,
@@ -22,10 +23,11 @@ from itertools import accumulate
 from placemat.polish import drop_needless
 from placemat.problem import Problem
 from placemat.replay import default_cut, may_be_dropped, replay
-from placemat.schedule import Schedule
+from placemat.schedule import Schedule, canonical
 
 # Narrow places are tried at these shares of all local minima, from the narrowest on.
-_SHARES = (0.0, 0.1, 0.25, 0.4, 0.6, 0.8, 1.0)
+_SHARES = (0.0, 0.25, 0.6, 1.0)
+_STRIDES = 10  # of these places, so many different shares are kept
 _STARTS = 2  # how many starting sets a search goes on from
 _TABU = 10  # moves for which a value whose drop did not help is left alone
 _MOST_EVALUATIONS = 500
@@ -51,20 +53,13 @@ class Profile:
         return sum(m - budget_bytes for m in self.memory_bytes if m > budget_bytes)
 
 
-def greedy(problem: Problem, budget_bytes: int) -> Schedule | None:
-    """The cheapest plan found whose peak is within the budget, or None; deterministic."""
+def segments(problem: Problem, budget_bytes: int) -> Schedule:
+    """The cheapest of the segment plans within the budget, or the one with the lowest peak if none is."""
     search = _Search(problem)
-    best: tuple[float, frozenset[int]] | None = None
-    for kept in search.starting_sets(budget_bytes):
-        search.allow_half()
-        fitting = search.drop_until(kept, budget_bytes)
-        if fitting is None:
-            continue
-        kept = search.keep_more(fitting, budget_bytes)
-        cost = search.profile(kept).recompute_s
-        if best is None or cost < best[0]:
-            best = cost, kept
-    return None if best is None else replay(problem, best[1], search.cut)
+    plans = [search.profile(kept) for kept in search.segment_sets()] or [search.profile(search.everything)]
+    fitting = [plan for plan in plans if plan.peak_bytes <= budget_bytes]
+    best = min(fitting or plans, key=lambda plan: (plan.recompute_s if fitting else 0.0, plan.peak_bytes))
+    return canonical(problem, best.computes)
 
 
 def lowest_peak(problem: Problem) -> Schedule:
@@ -92,6 +87,11 @@ def repaired(problem: Problem, kept: frozenset[int], budget_bytes: int) -> Sched
     return replay(problem, search.keep_more(fitting, budget_bytes), search.cut)
 
 
+def _strides(most: int) -> list[int]:
+    """1, 2, 3, ... and then ever fewer: _STRIDES of them up to `most`."""
+    return sorted({round(most ** (i / (_STRIDES - 1))) for i in range(_STRIDES)})
+
+
 class _Search:
     """Evaluates kept sets of one problem, and counts how often."""
 
@@ -100,7 +100,6 @@ class _Search:
         self.cut = default_cut(problem)
         self.max_evaluations = min(_MOST_EVALUATIONS, _MOST_OP_VISITS // len(problem.ops))
         self.evaluations = 0
-        self.limit = self.max_evaluations
         self.bytes = [v.bytes for v in problem.values]
         self.producer = [v.producer for v in problem.values]
         self.pinned = [v.pinned for v in problem.values]
@@ -117,22 +116,9 @@ class _Search:
         if kept not in self.profiles:
             self.evaluations += 1
             self.profiles[kept] = self._evaluate(kept)
-            if len(self.profiles) > 256:
+            if len(self.profiles) > 1024:
                 del self.profiles[next(iter(self.profiles))]
         return self.profiles[kept]
-
-    def starting_sets(self, budget_bytes: int) -> list[frozenset[int]]:
-        """The cheapest segments that fit; everything; the leanest segments that do not fit."""
-        sets = sorted(self.segment_sets(), key=sorted)
-        fit = [s for s in sets if self.profile(s).peak_bytes <= budget_bytes]
-        over = [s for s in sets if self.profile(s).peak_bytes > budget_bytes]
-        fit.sort(key=lambda s: (self.profile(s).recompute_s, self.profile(s).peak_bytes))
-        over.sort(key=lambda s: self.profile(s).peak_bytes)
-        return [*fit[:1], self.everything, *fit[1:_STARTS], *over[: _STARTS if not fit else 1]]
-
-    def allow_half(self) -> None:
-        """Let the next search have half of the evaluations that are left."""
-        self.limit = self.evaluations + (self.max_evaluations - self.evaluations) // 2
 
     def segment_sets(self) -> list[frozenset[int]]:
         """Keep what crosses every k-th narrow place of the forward, for several narrownesses and k."""
@@ -148,7 +134,7 @@ class _Search:
         for share in _SHARES if places else ():
             width = ranked[round(share * (len(ranked) - 1))]
             narrow = [t for t in places if crossing_bytes[t] <= width]
-            for stride in range(1, max(2, len(narrow) // 2)):
+            for stride in _strides(max(1, len(narrow) // 2)):
                 for offset in (0, stride // 2):
                     sets[self._crossing(narrow[offset::stride], last_use)] = None
         return list(sets)
@@ -177,7 +163,7 @@ class _Search:
             for v in self._helpful(kept, budget_bytes):
                 if tabu.get(v, -1) >= move:
                     continue
-                if self.evaluations >= self.limit:
+                if self.evaluations >= self.max_evaluations:
                     return None
                 if self.profile(kept - {v}).excess_bytes(budget_bytes) < excess:
                     kept, move = kept - {v}, move + 1
@@ -202,7 +188,7 @@ class _Search:
         while changed:
             changed = False
             for group in sorted(self._groups(self.everything - kept), key=lambda g: (-worth(g), sorted(g))):
-                if self.evaluations >= self.limit:
+                if self.evaluations >= self.max_evaluations:
                     return kept
                 more = self.profile(kept | group)
                 if more.peak_bytes <= budget_bytes and more.recompute_s < self.profile(kept).recompute_s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from placemat.polish import drop_needless
@@ -48,6 +48,13 @@ class Incumbent:
         self.schedule, self.seconds = schedule, seconds
         self.tell(f"a plan of {seconds:.6g} s of recomputation ({100 * self.overhead(seconds):.2f} %)")
         return True
+
+    def offer_best(self, schedules: Iterable[Schedule]) -> None:
+        """Offer the cheapest of those that fit: dropping what is needless takes longer than telling which that is."""
+        simulated = [(simulate(self.problem, schedule), schedule) for schedule in schedules]
+        fitting = [(s.recompute_seconds, schedule) for s, schedule in simulated if s.peak_bytes <= self.budget_bytes]
+        if fitting:
+            self.offer(min(fitting, key=lambda pair: pair[0])[1])
 
     def overhead(self, seconds: float) -> float:
         return seconds / (self.problem.runtime_s or 1.0)

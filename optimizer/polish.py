@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from placemat.problem import Problem
 from placemat.schedule import Compute, Schedule, canonical
 from placemat.simulate import simulate
@@ -32,7 +34,7 @@ class _Profile:
 
     problem: Problem
     computes: list[int]
-    running: list[int]
+    running: np.ndarray  # int64
     touches: dict[int, list[int]]  # value -> positions, ascending
     again: list[int]  # positions of recomputations
 
@@ -51,7 +53,7 @@ class _Profile:
             for v in (*op.outputs, *(op.recompute_inputs if index in seen else op.inputs)):
                 touches.setdefault(v, []).append(position)
             seen.add(index)
-        return cls(problem, computes, running, touches, again)
+        return cls(problem, computes, np.array(running, dtype=np.int64), touches, again)
 
     def drop_round(self, budget_bytes: int) -> list[int]:
         """The runs without what need not run again."""
@@ -96,15 +98,14 @@ class _Profile:
         held_bytes = 0
         for (start, num_bytes), (stop, _) in pairwise(stretches):
             held_bytes += num_bytes
-            if max(self.running[start:stop], default=0) + held_bytes > budget_bytes:
+            if start < stop and int(self.running[start:stop].max()) + held_bytes > budget_bytes:
                 return False
         return True
 
     def _hold(self, position: int, stretches: list[tuple[int, int]]) -> None:
         """Hold the outputs over their stretches, and touch nothing at `position` any more."""
         for start, num_bytes in stretches:
-            for i in range(start, position):
-                self.running[i] += num_bytes
+            self.running[start:position] += num_bytes
         self.running[position] = 0
         op = self.problem.ops[self.computes[position]]
         for v in (*op.outputs, *op.recompute_inputs):

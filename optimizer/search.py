@@ -28,7 +28,7 @@ from placemat.schedule import Schedule
 from placemat.simulate import Simulation, simulate
 
 # Part of the remaining time that one MILP may take: a plan that fails the referee needs another one.
-SHARE_OF_TIME = 0.5
+SHARE_OF_TIME = 0.75
 RELAXED_THRESHOLDS = (0.05, 0.3, 0.7)  # what a relaxation keeps by more than this is tried
 # An incumbent that is further from the bound is worth looking around for better ones.
 WIDE_GAP = 0.02
@@ -59,9 +59,7 @@ class FamilySearch:
         self.contraction = contract(incumbent.problem, phases)
         self.problem = self.contraction.problem
         self.has_one_cut = phases.cuts[1:-1] == (default_cut(self.problem),)
-        limit_bytes = incumbent.budget_bytes
-        grid = first_grid(incumbent.problem, phases, incumbent.schedule, limit_bytes)
-        self.refinement = Refinement(self.problem, phases, limit_bytes, grid)
+        self.refinement = Refinement(self.problem, phases, incumbent.budget_bytes, self._first_grid())
 
     def is_closed(self) -> bool:
         """Objective and bound agree within the gap; the tie-break alone may hold them apart by its own size."""
@@ -103,6 +101,11 @@ class FamilySearch:
         if answer.values is not None and self.has_one_cut:
             for threshold in RELAXED_THRESHOLDS:
                 self._repair(built.model, answer.values, threshold)
+            self.refinement.grid |= self._first_grid()
+
+    def _first_grid(self) -> set[int]:
+        incumbent = self.incumbent
+        return first_grid(incumbent.problem, self.phases, incumbent.schedule, incumbent.budget_bytes)
 
     def _improve(self, time_limit_s: float) -> None:
         """Neighborhoods of the incumbent, until so many in a row gave no better plan and no missing row."""

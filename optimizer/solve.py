@@ -10,7 +10,6 @@ from typing import Literal
 from placemat.baselines import save_all
 from placemat.floor import Floor, budget_too_small, minimum_budget, static_lower_bound
 from placemat.graph.errors import PlacematError, SolverFailed
-from placemat.greedy import greedy
 from placemat.incumbent import Incumbent
 from placemat.phases import Phases, PhasesArgument, ladder
 from placemat.problem import Problem
@@ -150,10 +149,8 @@ class _Rungs:
 
     def _offer_starts(self, search: FamilySearch, starts: Sequence[Schedule]) -> None:
         """Quick plans."""
-        for start in (*starting_schedules(self.incumbent.problem, search.phases), *starts):
-            self.incumbent.offer(start)
-        if search.has_one_cut and (found := greedy(search.problem, self.incumbent.budget_bytes)) is not None:
-            search.offer(found)
+        problem, budget_bytes = self.incumbent.problem, self.incumbent.budget_bytes
+        self.incumbent.offer_best((*starting_schedules(problem, search.phases, budget_bytes), *starts))
 
     def _is_worth_climbing(self, search: FamilySearch) -> bool:
         """Whether a wider family may save enough of the step's seconds, going by its relaxation."""
