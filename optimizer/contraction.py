@@ -128,7 +128,7 @@ class _Builder:
             return None
         wanted = [v for v in outputs if self.wanted[v]]
         readers = {w for v in wanted for w in self.readers[v]}
-        if len(readers) != 1 or any(phase_of[u] > phase_of[op] for v in outputs for u in self.uses[v]):
+        if len(readers) != 1 or any(phase_of[u] > phase_of[op] for v in wanted for u in self.uses[v]):
             return None
         (reader,) = readers
         if phase_of[reader] != phase_of[op]:

@@ -38,6 +38,7 @@ class Floor:
         binding_op: name of the op at whose run the peak is reached.
         breakdown: bytes at that run: "static", "resident", "outputs", "workspace".
         seconds: wall-clock time of the search.
+        interrupted: Ctrl-C ended the search.
     """
 
     minimum_bytes: int
@@ -48,6 +49,7 @@ class Floor:
     binding_op: str
     breakdown: dict[str, int]
     seconds: float
+    interrupted: bool = False
 
 
 def minimum_budget(
@@ -62,7 +64,7 @@ def minimum_budget(
 
     Args:
         problem: what to schedule.
-        time_limit_s: wall-clock seconds; at least one plan is always returned.
+        time_limit_s: wall-clock seconds; at least one plan is always returned, as it is on Ctrl-C.
         phases: see `make_phases`.
         warm_start: a schedule to start from.
         progress: takes one line of text per stage.
@@ -79,7 +81,11 @@ def minimum_budget(
     best = min(starts, key=lambda schedule: simulate(problem, schedule).peak_bytes)
     contraction = contract(problem, family)
     search = _FloorSearch(problem, family, contraction, best, static_lower_bound(problem), progress)
-    search.run(started + time_limit_s)
+    interrupted = False
+    try:
+        search.run(started + time_limit_s)
+    except KeyboardInterrupt:
+        interrupted = True
     schedule = drop_needless(problem, search.best, search.best_bytes)
     simulation = simulate(problem, schedule)
     binding_op, breakdown = binding_step(problem, schedule, simulation)
@@ -92,6 +98,7 @@ def minimum_budget(
         binding_op=binding_op,
         breakdown=breakdown,
         seconds=time.monotonic() - started,
+        interrupted=interrupted,
     )
 
 

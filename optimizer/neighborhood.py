@@ -23,22 +23,28 @@ SEED = 0
 Key = tuple[int, int]  # (value, phase)
 
 
-def neighborhoods(model: Retention, carried: set[Key]) -> Iterator[dict[Key, float]]:
-    """Endless: for each neighborhood the fixed s[v,p] and their values, 1 if (v,p) is in `carried`."""
+def neighborhoods(model: Retention, carried: set[Key], scale: int = 1) -> Iterator[dict[Key, float]]:
+    """Endless: for each neighborhood the fixed s[v,p] and their values, 1 if (v,p) is in `carried`.
+
+    Args:
+        model: of which the s[v,p] are.
+        carried: what the incumbent carries; looked at when a neighborhood is made.
+        scale: how many times the usual size they have.
+    """
     rng = np.random.default_rng(SEED)
     while True:
-        for keys, length, stretches in _kinds(model):
+        for keys, length, stretches in _kinds(model, scale):
             for start in _starts(rng, len(keys), length, stretches):
                 free = {keys[i % len(keys)] for s in start for i in range(s, s + length)}
                 yield {key: float(key in carried) for key in keys if key not in free}
 
 
-def _kinds(model: Retention) -> Iterator[tuple[list[Key], int, int]]:
+def _kinds(model: Retention, scale: int) -> Iterator[tuple[list[Key], int, int]]:
     """An order of the s[v,p], and how many stretches of what length are free."""
     producer = [value.producer for value in model.problem.values]
     by_op = sorted(model.s, key=lambda key: (producer[key[0]], key))
     is_manifold = model.phases.num_phases > 2
-    count = min(FREE_COLUMNS * (MORE_WITH_PHASES if is_manifold else 1), len(by_op))
+    count = min(scale * FREE_COLUMNS * (MORE_WITH_PHASES if is_manifold else 1), len(by_op))
     for stretches in STRETCHES:
         yield by_op, max(1, count // stretches), stretches
     if is_manifold:

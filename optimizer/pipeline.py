@@ -112,13 +112,13 @@ class Planner:
         result = solve(
             stages.problem,
             budget_bytes,
-            time_limit_s=self.time_limit_s,
+            time_limit_s=0.0 if floor.interrupted else self.time_limit_s,
             gap=self.gap,
             warm_start=floor.schedule,
             progress=self.progress,
         )
         notes = _notes(stages.lowering.graph)
-        if result.limit == "interrupt":
+        if floor.interrupted or result.limit == "interrupt":
             self._say("interrupted: going on with the best plan so far")
             notes += ("the search was interrupted: this is the best plan that it had found by then.",)
         floor = _lowered(stages.problem, floor, result.schedule)
@@ -141,7 +141,7 @@ class Planner:
         curve = problem_frontier(
             stages.problem,
             points=points,
-            time_limit_s=self.time_limit_s - (time.monotonic() - started),
+            time_limit_s=0.0 if floor.interrupted else self.time_limit_s - (time.monotonic() - started),
             gap=self.gap,
             floor=floor,
             progress=self.progress,
@@ -190,16 +190,16 @@ class Planner:
 
     def floor(self, stages: Stages) -> Floor:
         """Least peak of a plan for these stages. Found once per process and problem."""
-        if stages.problem not in _FLOORS:
-            self._say("finding the smallest budget")
-            _FLOORS[stages.problem] = minimum_budget(
-                stages.problem,
-                time_limit_s=_FLOOR_SHARE * self.time_limit_s,
-                progress=self.progress,
-            )
-            while len(_FLOORS) > _MOST_FLOORS:
-                del _FLOORS[next(iter(_FLOORS))]
-        return _FLOORS[stages.problem]
+        if stages.problem in _FLOORS:
+            return _FLOORS[stages.problem]
+        self._say("finding the smallest budget")
+        time_limit_s = _FLOOR_SHARE * self.time_limit_s
+        floor = minimum_budget(stages.problem, time_limit_s=time_limit_s, progress=self.progress)
+        if not floor.interrupted:
+            _FLOORS[stages.problem] = floor
+        while len(_FLOORS) > _MOST_FLOORS:
+            del _FLOORS[next(iter(_FLOORS))]
+        return floor
 
     def _capture(
         self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any

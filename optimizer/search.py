@@ -34,7 +34,8 @@ RELAXED_THRESHOLDS = (0.05, 0.3, 0.7)  # what a relaxation keeps by more than th
 WIDE_GAP = 0.02
 MANY_COLUMNS = 150  # a model with fewer binaries is solved before a look around it would be over
 NEIGHBORHOOD_S = 3.0
-MOST_FAILURES = 16
+NEIGHBORHOOD_SCALES = (1, 2, 4)
+MOST_FAILURES = 12
 # Part of the asked gap that one MILP may leave: the rest is for what the referee and the tie-break add.
 GAP_SHARE = 0.95
 
@@ -108,17 +109,22 @@ class FamilySearch:
         return first_grid(incumbent.problem, self.phases, incumbent.schedule, incumbent.budget_bytes)
 
     def _improve(self, time_limit_s: float) -> None:
-        """Neighborhoods of the incumbent, until so many in a row gave no better plan and no missing row."""
-        incumbent, built = self.incumbent, self.refinement.build()
+        """Neighborhoods of the incumbent, larger ones once so many in a row gave no better plan and no missing row."""
         deadline = time.monotonic() + time_limit_s
+        for scale in NEIGHBORHOOD_SCALES:
+            self._improve_at(scale, deadline)
+
+    def _improve_at(self, scale: int, deadline: float) -> None:
+        incumbent, built = self.incumbent, self.refinement.build()
         carried = self._carried()
-        around = neighborhoods(built.model, carried)
+        around = neighborhoods(built.model, carried, scale)
         failures = 0
-        while failures < MOST_FAILURES and time.monotonic() < deadline:
+        while failures < MOST_FAILURES and self.is_wide() and (seconds_left := deadline - time.monotonic()) > 0:
             seconds = incumbent.seconds
-            seconds_left = deadline - time.monotonic()
             answer = built.start(
-                time_limit_s=min(NEIGHBORHOOD_S, seconds_left), gap=self.gap / 2, fixed=built.columns(next(around))
+                time_limit_s=min(scale * NEIGHBORHOOD_S, seconds_left),
+                gap=self.gap / 2,
+                fixed=built.columns(next(around)),
             )()
             failures += 1
             if answer.values is not None and self._take(built, answer):

@@ -199,3 +199,15 @@ def test_not_found_in_time_is_not_called_too_small(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(solve_module, "minimum_budget", lambda *_, **__: unproven)
     with pytest.raises(SolverFailed, match="was found in 0 s"):
         solve(problem, least.minimum_bytes, time_limit_s=0.0)
+
+
+def test_interrupt_returns_the_lowest_floor_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    problem = training_chain(9)
+    monkeypatch.setattr(LinearModel, "start", interrupt)
+    floor = solve_module.minimum_budget(problem)
+    assert floor.interrupted
+    assert not floor.proven
+    assert simulate(problem, floor.schedule).peak_bytes == floor.minimum_bytes
