@@ -13,11 +13,13 @@ What is left is a Problem like any other; `expand` makes a schedule of the origi
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from placemat.phases import Phases
 from placemat.problem import Problem, ProblemOp
+from placemat.replay import carried
 from placemat.schedule import Schedule, canonical
 
 EXACT_STEPS = 200
@@ -51,6 +53,18 @@ class Contraction:
             seen.add(op)
         return canonical(self.original, computes)
 
+    def carried(self, schedule: Schedule, cuts: Sequence[int]) -> set[tuple[int, int]]:
+        """What a schedule of the original carries over the cuts, as `replay.carried` tells, in terms of this problem:
+        results inside a group stand for those of its last op, which take no more bytes."""
+        last = {o: reader for reader, group in self.groups.items() for o in group}
+        held = carried(self.original, schedule, cuts)
+        for v, p in tuple(held):
+            op = self.original.values[v].producer
+            if last.get(op, op) != op:
+                held.remove((v, p))
+                held.update((u, p) for u in self.problem.ops[last[op]].outputs)
+        return held
+
     def describe(self) -> str:
         """What was decided beforehand, in words that may follow the name of a family."""
         grouped = sum(len(group) for group in self.groups.values()) - len(self.groups)
@@ -64,14 +78,16 @@ class Contraction:
         return f"{phases.family} ({decided})" if decided else phases.family
 
 
-def contract(problem: Problem, phases: Phases) -> Contraction:
-    """Take the decisions at the head of this file for the schedules of a family, whatever the budget.
+def contract(problem: Problem, phases: Phases, *, is_tight: bool = False) -> Contraction:
+    """Take the decisions at the head of this file for the schedules of a family.
 
-    A step of at most EXACT_STEPS ops is left as it is: every one of them can be decided.
+    A step of at most EXACT_STEPS ops is left as it is: every one of them can be decided. `is_tight` leaves alone ops
+    that have small results of their own which are read later, such as normalizations: a group needs more memory at
+    once than its ops one by one, which the smallest budgets cannot spare.
     """
     if problem.num_steps <= EXACT_STEPS:
         return Contraction(problem, problem, {}, 0)
-    builder = _Builder(problem, phases, _small_bytes(problem))
+    builder = _Builder(problem, phases, _small_bytes(problem), is_tight=is_tight)
     for op in range(problem.num_steps):
         if (reader := builder.reader_to_join(op)) is not None:
             builder.join(op, reader)
@@ -89,8 +105,8 @@ def _small_bytes(problem: Problem) -> int:
 class _Builder:
     """Groups as they grow: op -> the ops that run again with it, itself last."""
 
-    def __init__(self, problem: Problem, phases: Phases, small_bytes: int) -> None:
-        self.problem, self.phases, self.small_bytes = problem, phases, small_bytes
+    def __init__(self, problem: Problem, phases: Phases, small_bytes: int, *, is_tight: bool) -> None:
+        self.problem, self.phases, self.small_bytes, self.is_tight = problem, phases, small_bytes, is_tight
         self.uses: list[list[int]] = [[] for _ in problem.values]
         self.readers: list[list[int]] = [[] for _ in problem.values]
         self.groups: dict[int, list[int]] = {}
@@ -128,7 +144,8 @@ class _Builder:
             return None
         wanted = [v for v in outputs if self.wanted[v]]
         readers = {w for v in wanted for w in self.readers[v]}
-        if len(readers) != 1 or any(phase_of[u] > phase_of[op] for v in wanted for u in self.uses[v]):
+        later = outputs if self.is_tight else wanted
+        if len(readers) != 1 or any(phase_of[u] > phase_of[op] for v in later for u in self.uses[v]):
             return None
         (reader,) = readers
         if phase_of[reader] != phase_of[op]:

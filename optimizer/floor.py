@@ -10,7 +10,7 @@ from placemat.contraction import Contraction, contract
 from placemat.decode import decode
 from placemat.graph.errors import BudgetTooSmall
 from placemat.greedy import lowest_peak
-from placemat.phases import Phases, PhasesArgument, make_phases
+from placemat.phases import Phases, PhasesArgument, ladder
 from placemat.polish import drop_needless
 from placemat.problem import Problem
 from placemat.refinement import Refinement, first_grid
@@ -23,6 +23,8 @@ from placemat.starts import starting_schedules
 FINEST_SHARE = 1e-3
 # Part of the remaining time that one goal may take.
 SHARE_OF_TIME = 0.3
+# Part of the time limit that each wider family gets, once the floor of the one before is proven.
+CLIMBING_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,12 @@ def minimum_budget(
     warm_start: Schedule | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Floor:
-    """The least peak of the family that `phases` cuts (`make_phases`), found by the retention MILP at falling budgets.
+    """The least peak of the families that `phases` names (`ladder`), found by the retention MILP at falling budgets.
 
     Args:
         problem: what to schedule.
         time_limit_s: wall-clock seconds; at least one plan is always returned, as it is on Ctrl-C.
-        phases: see `make_phases`.
+        phases: see `ladder`.
         warm_start: a schedule to start from.
         progress: takes one line of text per stage.
 
@@ -74,18 +76,24 @@ def minimum_budget(
         SolverFailed: HiGHS cannot be run.
     """
     started = time.monotonic()
-    family = make_phases(problem, phases)
-    starts = starting_schedules(problem, family, 0) + ([] if warm_start is None else [warm_start])
-    if default_cut(problem) in family.cuts[1:-1]:
+    families = ladder(problem, phases)
+    starts = starting_schedules(problem, families[0], 0) + ([] if warm_start is None else [warm_start])
+    if default_cut(problem) in families[0].cuts[1:-1]:
         starts.append(lowest_peak(problem))
     best = min(starts, key=lambda schedule: simulate(problem, schedule).peak_bytes)
-    contraction = contract(problem, family)
-    search = _FloorSearch(problem, family, contraction, best, static_lower_bound(problem), progress)
     interrupted = False
-    try:
-        search.run(started + time_limit_s)
-    except KeyboardInterrupt:
-        interrupted = True
+    deadline = started + time_limit_s
+    for family in families:
+        contraction = contract(problem, family, is_tight=True)
+        search = _FloorSearch(problem, family, contraction, best, static_lower_bound(problem), progress)
+        try:
+            search.run(deadline)
+        except KeyboardInterrupt:
+            interrupted = True
+        best = search.best
+        if interrupted or search.lower_bytes < search.best_bytes or search.best_bytes == static_lower_bound(problem):
+            break
+        deadline = time.monotonic() + CLIMBING_SHARE * time_limit_s
     schedule = drop_needless(problem, search.best, search.best_bytes)
     simulation = simulate(problem, schedule)
     binding_op, breakdown = binding_step(problem, schedule, simulation)

@@ -53,13 +53,14 @@ class Profile:
         return sum(m - budget_bytes for m in self.memory_bytes if m > budget_bytes)
 
 
-def segments(problem: Problem, budget_bytes: int) -> Schedule:
-    """The cheapest of the segment plans within the budget, or the one with the lowest peak if none is."""
+def segments(problem: Problem, budget_bytes: int) -> list[Schedule]:
+    """The segment plan with the lowest peak, and the cheapest one within the budget if there is one."""
     search = _Search(problem)
     plans = [search.profile(kept) for kept in search.segment_sets()] or [search.profile(search.everything)]
-    fitting = [plan for plan in plans if plan.peak_bytes <= budget_bytes]
-    best = min(fitting or plans, key=lambda plan: (plan.recompute_s if fitting else 0.0, plan.peak_bytes))
-    return canonical(problem, best.computes)
+    chosen = [min(plans, key=lambda plan: (plan.peak_bytes, plan.recompute_s))]
+    if fitting := [plan for plan in plans if plan.peak_bytes <= budget_bytes]:
+        chosen.append(min(fitting, key=lambda plan: (plan.recompute_s, plan.peak_bytes)))
+    return [canonical(problem, plan.computes) for plan in chosen]
 
 
 def lowest_peak(problem: Problem) -> Schedule:

@@ -119,7 +119,8 @@ class LinearModel:
         Returns:
             Waits for the answer. It raises SolverFailed if HiGHS is missing from the installed ortools, or failed
             numerically. On Ctrl-C it raises KeyboardInterrupt; HiGHS, which cannot be stopped through MathOpt, goes on
-            to its time limit, and what it finds is dropped.
+            to its time limit, and what it finds is dropped. A process does not end before that: killed threads of
+            HiGHS take it down with an abort.
         """
         proto = self._proto(costs)
         for column, value in (fixed or {}).items():
@@ -129,7 +130,7 @@ class LinearModel:
         model = mathopt.Model.from_model_proto(proto)
         done: Queue[mathopt.SolveResult | Exception] = Queue()
         run = partial(_solve, model, _parameters(time_limit_s, gap), done)
-        Thread(target=run, name="HiGHS", daemon=True).start()
+        Thread(target=run, name="HiGHS").start()
 
         def answer() -> LinearAnswer:
             result = done.get()

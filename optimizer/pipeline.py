@@ -365,7 +365,7 @@ def _too_small(stages: Stages, floor: Floor, budget_bytes: int, planner: Planner
     parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in breakdown.items() if size)
     where = f"{op.name} ({op.target}{', in ' + op.module_path if op.module_path else ''})"
     proven = (
-        "no plan in which each value is recomputed at most once needs less"
+        f"no plan needs less ({floor.family})"
         if floor.proven
         else f"no smaller one was found, and below {floor.lower_bound_bytes} bytes there is none"
     )

@@ -23,7 +23,7 @@ from placemat.refinement import (
     cost_unit_s,
     first_grid,
 )
-from placemat.replay import carried, default_cut
+from placemat.replay import default_cut
 from placemat.schedule import Schedule
 from placemat.simulate import Simulation, simulate
 
@@ -52,12 +52,14 @@ class FamilySearch:
         limit: what stopped the search, if anything did.
     """
 
-    def __init__(self, phases: Phases, incumbent: Incumbent, gap: float, lower_seconds: float) -> None:
+    def __init__(
+        self, phases: Phases, incumbent: Incumbent, gap: float, lower_seconds: float, *, is_tight: bool
+    ) -> None:
         self.phases, self.incumbent, self.gap = phases, incumbent, gap
         self.deadline = incumbent.deadline
         self.lower_seconds = lower_seconds
         self.limit: str | None = None
-        self.contraction = contract(incumbent.problem, phases)
+        self.contraction = contract(incumbent.problem, phases, is_tight=is_tight)
         self.problem = self.contraction.problem
         self.has_one_cut = phases.cuts[1:-1] == (default_cut(self.problem),)
         self.refinement = Refinement(self.problem, phases, incumbent.budget_bytes, self._first_grid())
@@ -137,7 +139,7 @@ class FamilySearch:
 
     def _carried(self) -> set[tuple[int, int]]:
         assert self.incumbent.schedule is not None
-        return carried(self.incumbent.problem, self.incumbent.schedule, self.phases.cuts[1:-1])
+        return self.contraction.carried(self.incumbent.schedule, self.phases.cuts[1:-1])
 
     def _solve(self) -> bool:
         """Solve the whole model, and meanwhile look around the incumbent; False when another solve would not help."""

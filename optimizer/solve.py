@@ -18,6 +18,8 @@ from placemat.search import FamilySearch
 from placemat.simulate import Simulation, simulate
 from placemat.starts import starting_schedules
 
+# A budget of which the lowest quick plan takes more than this share is tight.
+TIGHT_SHARE = 0.85
 # A wider family is searched if by its relaxation it may save more than this share of the step's seconds.
 WORTH_CLIMBING = 0.005
 # Part of the time left for all wider families together, so that a small step does not take longer than a large one.
@@ -31,7 +33,7 @@ class SolveResult:
 
     Attributes:
         schedule: fits the budget.
-        status: "optimal" within the asked gap, else "feasible".
+        status: "optimal" within the asked gap, give or take a millionth of the step's seconds, else "feasible".
         limit: "time" if that stopped the search.
         objective_seconds: recompute seconds of the schedule.
         lower_bound_seconds: no schedule of `family` within the budget needs fewer.
@@ -124,13 +126,16 @@ class _Rungs:
         search = self._begin(self.families[0])
         if search.is_closed():
             return
-        self._offer_starts(search, starts)
+        if self._offer_starts(search, starts) > TIGHT_SHARE * self.incumbent.budget_bytes:
+            self.searches.clear()
+            search = self._begin(self.families[0], is_tight=True)
         if self.incumbent.budget_bytes < static_lower_bound(self.incumbent.problem):
             return
         if search.has_one_cut:
             search.relax()
         search.run()
-        climbing_until = time.monotonic() + CLIMBING_SHARE * self.incumbent.seconds_left()
+        share = CLIMBING_SHARE if search.is_closed() else 1.0
+        climbing_until = time.monotonic() + share * self.incumbent.seconds_left()
         for family in self.families[1:]:
             self.limit = search.limit
             if not search.is_closed() and not search.is_impossible:
@@ -138,25 +143,27 @@ class _Rungs:
             search = self._begin(family)
             search.deadline = climbing_until
             search.relax()
+            if search.is_impossible:
+                continue
             if not self._is_worth_climbing(search):
                 return
             search.run()
         self.limit = search.limit
 
-    def _begin(self, family: Phases) -> FamilySearch:
-        self.searches.append(FamilySearch(family, self.incumbent, self.gap, self.lower_seconds))
+    def _begin(self, family: Phases, *, is_tight: bool = False) -> FamilySearch:
+        self.searches.append(FamilySearch(family, self.incumbent, self.gap, self.lower_seconds, is_tight=is_tight))
         return self.searches[-1]
 
-    def _offer_starts(self, search: FamilySearch, starts: Sequence[Schedule]) -> None:
-        """Quick plans."""
+    def _offer_starts(self, search: FamilySearch, starts: Sequence[Schedule]) -> int:
+        """Quick plans; the lowest of their peaks."""
         problem, budget_bytes = self.incumbent.problem, self.incumbent.budget_bytes
-        self.incumbent.offer_best((*starting_schedules(problem, search.phases, budget_bytes), *starts))
+        schedules = [*starting_schedules(problem, search.phases, budget_bytes), *starts]
+        self.incumbent.offer_best(schedules)
+        return min((simulate(problem, schedule).peak_bytes for schedule in schedules), default=budget_bytes)
 
     def _is_worth_climbing(self, search: FamilySearch) -> bool:
         """Whether a wider family may save enough of the step's seconds, going by its relaxation."""
         saving_s = self.incumbent.seconds - search.lower_seconds
-        if search.is_impossible:
-            return False
         return not search.is_closed() and saving_s > WORTH_CLIMBING * self.incumbent.problem.runtime_s
 
     def told(self) -> FamilySearch:

@@ -14,5 +14,5 @@ def starting_schedules(problem: Problem, phases: Phases, budget_bytes: int) -> l
     """Schedules of the family, in a fixed order; those with one cut belong to it if it has that cut, too."""
     schedules = [save_all(problem)]
     if default_cut(problem) in phases.cuts[1:-1]:
-        schedules += [recompute_all(problem), chen_sqrt_n(problem), segments(problem, budget_bytes)]
+        schedules += [recompute_all(problem), chen_sqrt_n(problem), *segments(problem, budget_bytes)]
     return schedules

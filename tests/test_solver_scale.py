@@ -211,3 +211,23 @@ def test_interrupt_returns_the_lowest_floor_so_far(monkeypatch: pytest.MonkeyPat
     assert floor.interrupted
     assert not floor.proven
     assert simulate(problem, floor.schedule).peak_bytes == floor.minimum_bytes
+
+
+def test_the_floor_is_that_of_the_widest_family() -> None:
+    """A chain whose backward needs 522 bytes if each value is recomputed once, and 269 if anything may run again."""
+    num_layers = 12
+    ops = [ProblemOp(f"f{i}", (i - 1,) if i else (), (i,), 1.0) for i in range(num_layers)]
+    values = [ProblemValue(f"f{i}", 100 + i, i) for i in range(num_layers)]
+    for i in range(num_layers):
+        v = num_layers + i
+        ops.append(ProblemOp(f"b{i}", tuple({num_layers - 1 - i, v - 1}), (v,), 2.0, recomputable=False))
+        values.append(ProblemValue(f"b{i}", 50, v))
+    problem = Problem(tuple(ops), tuple(values), border=num_layers)
+    narrow = solve_module.minimum_budget(problem, phases=2)
+    floor = solve_module.minimum_budget(problem)
+    assert (narrow.minimum_bytes, floor.minimum_bytes) == (522, 269)
+    assert narrow.proven
+    assert floor.proven
+    assert solve(problem, floor.minimum_bytes).objective_seconds == 66.0
+    with pytest.raises(BudgetTooSmall, match="269"):
+        solve(problem, floor.minimum_bytes - 1)
