@@ -24,7 +24,7 @@ FINEST_SHARE = 1e-3
 # Part of the remaining time that one goal may take.
 SHARE_OF_TIME = 0.3
 # Part of the time limit that each wider family gets, once the floor of the one before is proven.
-CLIMBING_SHARE = 0.1
+CLIMBING_SHARE = 0.05
 
 
 @dataclass(frozen=True)

@@ -197,8 +197,9 @@ def _parameters(time_limit_s: float, gap: float) -> mathopt.SolveParameters:
     highs.string_options["parallel"] = "off"
     highs.int_options["random_seed"] = 0
     highs.double_options["mip_rel_gap"] = gap
-    # Bytes decide feasibility, so the tightest tolerances that HiGHS is at ease with.
-    highs.double_options["mip_feasibility_tolerance"] = 1e-7
+    # Bytes decide feasibility, so tight tolerances. Below 1e-6 for integers HiGHS discards solutions, and its bound
+    # is wrong then (seen as "transformNewIntegerFeasibleSolution" on its output).
+    highs.double_options["mip_feasibility_tolerance"] = 1e-6
     highs.double_options["primal_feasibility_tolerance"] = 1e-8
     return mathopt.SolveParameters(
         time_limit=datetime.timedelta(seconds=max(time_limit_s, 0.01)), enable_output=False, highs=highs

@@ -24,7 +24,7 @@ TIGHT_SHARE = 0.85
 WORTH_CLIMBING = 0.005
 # Part of the time left for all wider families together, so that a small step does not take longer than a large one.
 # Who wants more from one names it: solve(..., phases=8).
-CLIMBING_SHARE = 0.1
+CLIMBING_SHARE = 0.05
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def test_solved_plans_with_cuts_in_the_forward_run_as_planned(parts: int, share:
     step = make("wide middle")
     problem, cuts = step.problem, even_cuts(step.problem, parts)
     floor_bytes = minimum_budget(problem, phases=cuts).minimum_bytes
-    assert floor_bytes < minimum_budget(problem).minimum_bytes
+    assert floor_bytes < minimum_budget(problem, phases=2).minimum_bytes
     budget_bytes = floor_bytes + int(share * (simulate(problem, save_all(problem)).peak_bytes - floor_bytes))
     schedule = solve(problem, budget_bytes, phases=cuts).schedule
     assert num_recomputed_in_forward(problem, schedule) > 0
