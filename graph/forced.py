@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from placemat.graph.lower import Lowering
-from placemat.graph.purity import is_random
+from placemat.graph.purity import KNOWN_NAMESPACES, declared_impurity, is_random
 
 # Running a collective again on one rank waits for ranks that do not, so these namespaces stay out of reach.
 _COLLECTIVE_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"})
@@ -23,14 +23,12 @@ def why_not_even_if_asked(lowering: Lowering, index: int) -> str | None:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return f"{op.why_not}, and only operators can be declared to be"
-    if target.namespace in ("aten", "prims"):
+    if target.namespace in KNOWN_NAMESPACES:
         return op.why_not  # PyTorch's own operators are known: the reason is a fact
     if target.namespace in _COLLECTIVE_NAMESPACES:
         return f"{target.name()} is a collective: ranks would wait for each other"
-    if target._schema.is_mutable:
-        return f"{target.name()} writes to its arguments"
-    if torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags:
-        return f"the shape or value of {target.name()} depends on data"
+    if (fact := declared_impurity(target)) is not None:
+        return fact
     if is_random(node):
         return f"{target.name()} is random, and the state of its generator is not saved"
     if (name := _overwritten_input(lowering, node)) is not None:

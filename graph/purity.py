@@ -10,7 +10,7 @@ from torch import fx
 from placemat.graph.storages import argument
 
 # Namespaces whose ops are functional unless their schema or tags say otherwise. Custom libraries are not known to be.
-_KNOWN_NAMESPACES = frozenset({"aten", "prims"})
+KNOWN_NAMESPACES = frozenset({"aten", "prims"})
 
 
 def schema_of(node: fx.Node) -> Any:
@@ -35,17 +35,24 @@ def owns_generator(node: fx.Node) -> bool:
     return argument(node, "generator", None) is not None
 
 
+def declared_impurity(target: torch._ops.OpOverload) -> str | None:
+    """Reason against a second run that an operator's schema or tags give, whoever wrote it."""
+    if target._schema.is_mutable:
+        return f"{target.name()} writes to its arguments"
+    if torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags:
+        return f"the shape or value of {target.name()} depends on data"
+    return None
+
+
 def why_not_recomputable(node: fx.Node, reads_mutated_input: str | None) -> str | None:
     """Reason that an op of the forward must run once only, or None if it may be run again."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return f"{getattr(target, '__name__', target)} is not an operator that is known to be pure"
-    if target.namespace not in _KNOWN_NAMESPACES:
+    if target.namespace not in KNOWN_NAMESPACES:
         return f"custom operator {target.name()} is not known to be pure"
-    if target._schema.is_mutable:
-        return f"{target.name()} writes to its arguments"
-    if torch.Tag.data_dependent_output in target.tags or torch.Tag.dynamic_output_shape in target.tags:
-        return f"the shape or value of {target.name()} depends on data"
+    if (fact := declared_impurity(target)) is not None:
+        return fact
     if owns_generator(node):
         return f"{target.name()} draws from a generator of its own"
     if reads_mutated_input is not None:

@@ -216,10 +216,11 @@ class _Search:
         over = [0, *accumulate(int(m > budget_bytes) for m in profile.memory_bytes)]
         last, first = self._touches(profile)
         recomputed = {o for o, is_first in zip(profile.computes, profile.is_first, strict=True) if not is_first}
+        missing = (self.everything - kept) | self.problem.dropped
         scores = []
         for v in kept:
             if v in first and (full := over[first[v]] - over[last[v] + 1]) > 0:
-                seconds = self._chain_seconds(v, kept, recomputed) + _LEAST_SECONDS
+                seconds = self._chain_seconds(v, missing, recomputed) + _LEAST_SECONDS
                 scores.append((-full * self.bytes[v] / seconds, v))
         return [v for _, v in sorted(scores)]
 
@@ -236,7 +237,7 @@ class _Search:
                     first.setdefault(v, i)
         return last, first
 
-    def _chain_seconds(self, v: int, kept: frozenset[int], recomputed: Iterable[int]) -> float:
+    def _chain_seconds(self, v: int, missing: frozenset[int], recomputed: Iterable[int]) -> float:
         """Seconds of the ops that have to run again to bring `v` back, those that do so anyway left out."""
         done = set(recomputed)
         seconds = 0.0
@@ -246,7 +247,6 @@ class _Search:
             if w not in done:
                 done.add(w)
                 seconds += self.problem.ops[w].runtime_s
-                missing = (self.everything - kept) | self.problem.dropped
                 stack.extend(u for u in self.problem.ops[w].recompute_inputs if u in missing)
         return seconds
 

@@ -87,6 +87,11 @@ class Retention:
     Y: dict[tuple[int, int], Ramp] = field(default_factory=dict)  # (op, phase)
     y: dict[tuple[int, int], Ramp] = field(default_factory=dict)  # (value, phase)
 
+    def columns_of(self, o: int, p: int) -> list[int]:
+        """All columns of Y[o,.] and of the y of its results in phase p."""
+        ramps = [self.Y[o, p], *(self.y[v, p] for v in self.problem.ops[o].outputs if (v, p) in self.y)]
+        return [column for ramp in ramps for column in ramp.columns]
+
     def phase_of_value(self, v: int) -> int:
         return self.phases.phase_of[self.problem.values[v].producer]
 

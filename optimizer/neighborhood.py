@@ -23,7 +23,7 @@ SEED = 0
 Key = tuple[int, int]  # (value, phase)
 
 
-def neighborhoods(model: Retention, carried: set[Key], scale: int = 1) -> Iterator[dict[Key, float]]:
+def neighborhoods(model: Retention, carried: set[Key], scale: int) -> Iterator[dict[Key, float]]:
     """Endless: for each neighborhood the fixed s[v,p] and their values, 1 if (v,p) is in `carried`.
 
     Args:

@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 
 from placemat.problem import Problem
-from placemat.schedule import Compute, Schedule, canonical
-from placemat.simulate import simulate
+from placemat.schedule import Schedule, canonical
+from placemat.simulate import running_bytes, simulate
 
 
 def drop_needless(problem: Problem, schedule: Schedule, budget_bytes: int) -> Schedule:
@@ -41,8 +41,7 @@ class _Profile:
     @classmethod
     def of(cls, problem: Problem, computes: list[int]) -> _Profile:
         schedule = canonical(problem, computes)
-        timeline = simulate(problem, schedule).timeline
-        running = [b for step, b in zip(schedule.steps, timeline, strict=True) if isinstance(step, Compute)]
+        running = running_bytes(schedule, simulate(problem, schedule))
         touches: dict[int, list[int]] = {}
         again: list[int] = []
         seen: set[int] = set()

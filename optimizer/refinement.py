@@ -20,8 +20,8 @@ from placemat.memory_rows import BYTE_SCALE, Event, MemoryRows
 from placemat.milp import Retention, build_retention
 from placemat.phases import Phases, find_wants
 from placemat.problem import Problem
-from placemat.schedule import Compute, Schedule
-from placemat.simulate import Simulation, simulate
+from placemat.schedule import Schedule
+from placemat.simulate import Simulation, running_bytes, simulate
 
 FRACTION = 1e-5  # a column nearer than this to 0 or 1 is integral
 WHOLE_GRID_STEPS = 150  # problems of up to so many steps start with all of them
@@ -70,10 +70,9 @@ class Refinement:
         for event, held, num_bytes in self.covers:
             if num_bytes > self.limit_bytes:
                 memory.add_cover(event, held)
-        for (o, p), ramp in model.Y.items():
+        for o, p in model.Y:
             if (o, p) in self.binary:
-                ramps = [ramp, *(model.y[v, p] for v in self.problem.ops[o].outputs if (v, p) in model.y)]
-                for column in (c for r in ramps for c in r.columns):
+                for column in model.columns_of(o, p):
                     model.linear.is_integer[column] = True
         return RefinedModel(model, memory, objective_costs(model), self.size)
 
@@ -109,9 +108,8 @@ class Refinement:
     def make_binary(self, built: RefinedModel, solution: np.ndarray) -> bool:
         """Make the Y and y of every op binary that are fractional somewhere in a phase; False if there are none."""
         before = len(self.binary)
-        for (o, p), ramp in built.model.Y.items():
-            ramps = [ramp, *(built.model.y[v, p] for v in self.problem.ops[o].outputs if (v, p) in built.model.y)]
-            if any(FRACTION < solution[c] < 1 - FRACTION for r in ramps for c in r.columns):
+        for o, p in built.model.Y:
+            if any(FRACTION < solution[c] < 1 - FRACTION for c in built.model.columns_of(o, p)):
                 self.binary.add((o, p))
         return len(self.binary) > before
 
@@ -181,12 +179,6 @@ def _worst_of_stretches(events: Iterable[tuple[Event, int]], limit_bytes: int) -
         is_over = num_bytes > limit_bytes
     worst.sort(key=lambda pair: (-pair[0], pair[1]))
     return [event for _, event in worst]
-
-
-def running_bytes(schedule: Schedule, simulation: Simulation) -> list[int]:
-    """Bytes at each Compute of the schedule."""
-    steps = zip(schedule.steps, simulation.timeline, strict=True)
-    return [num_bytes for step, num_bytes in steps if isinstance(step, Compute)]
 
 
 def cost_unit_s(problem: Problem) -> float:

@@ -64,10 +64,10 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
             if step.op == problem.border and is_first:
                 _check_dropped(problem, index, resident)
             workspace_bytes = op.workspace_bytes if is_first else op.recompute_workspace_bytes
-            running_bytes = live_bytes + workspace_bytes + sum(values[v].bytes for v in op.outputs)
-            timeline.append(running_bytes)
-            if running_bytes > peak_bytes or peak_step < 0:
-                peak_bytes, peak_step, resident_at_peak = running_bytes, index, tuple(sorted(resident))
+            needed_bytes = live_bytes + workspace_bytes + sum(values[v].bytes for v in op.outputs)
+            timeline.append(needed_bytes)
+            if needed_bytes > peak_bytes or peak_step < 0:
+                peak_bytes, peak_step, resident_at_peak = needed_bytes, index, tuple(sorted(resident))
             for v in op.outputs:
                 if v not in resident:
                     resident[v] = None
@@ -92,6 +92,12 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
         peak_step,
         resident_at_peak,
     )
+
+
+def running_bytes(schedule: Schedule, simulation: Simulation) -> list[int]:
+    """Bytes at each Compute of the schedule."""
+    steps = zip(schedule.steps, simulation.timeline, strict=True)
+    return [num_bytes for step, num_bytes in steps if isinstance(step, Compute)]
 
 
 def _check_run(problem: Problem, index: int, op: int, num_started: int) -> bool:
