@@ -25,7 +25,8 @@ from placemat.simulate import Simulation, running_bytes, simulate
 
 FRACTION = 1e-5  # a column nearer than this to 0 or 1 is integral
 WHOLE_GRID_STEPS = 150  # problems of up to so many steps start with all of them
-EVENTS_PER_ROUND = 6  # of a longer one
+EVENTS_PER_ROUND = 12  # of a longer one
+EVENTS_APART = 1 / 40  # of its steps: where much is too full for long, rows of neighbours say the same
 NEAR_LIMIT = 0.97  # a plan in hand is full where it takes more than this share of the limit
 MOST_FULL_STEPS = 24
 
@@ -84,7 +85,7 @@ class Refinement:
     def tighten(self, built: RefinedModel, schedule: Schedule, simulation: Simulation, solution: np.ndarray) -> None:
         """Cut off a solution whose decoded schedule needs more than the limit."""
         events = zip(recompute_events(schedule), running_bytes(schedule, simulation), strict=True)
-        over = _worst_of_stretches(events, self.limit_bytes)
+        over = _worst_apart(events, self.limit_bytes, self.problem.num_steps)
         if self.problem.num_steps > WHOLE_GRID_STEPS:
             over = over[:EVENTS_PER_ROUND]
         assert over, f"nothing above {self.limit_bytes} to cut off"
@@ -162,23 +163,23 @@ def first_grid(problem: Problem, phases: Phases, schedule: Schedule | None, limi
     if schedule is not None:
         running = running_bytes(schedule, simulate(problem, schedule))
         events = zip(recompute_events(schedule), running, strict=True)
-        full = _worst_of_stretches(events, int(NEAR_LIMIT * limit_bytes))
+        full = _worst_apart(events, int(NEAR_LIMIT * limit_bytes), num_steps)
         grid.update(t for t, _ in full[:MOST_FULL_STEPS])
     return grid
 
 
-def _worst_of_stretches(events: Iterable[tuple[Event, int]], limit_bytes: int) -> list[Event]:
-    """The worst event of each stretch above a limit, the worst ones first."""
-    worst: list[tuple[int, Event]] = []
-    is_over = False
-    for event, num_bytes in events:
-        if num_bytes > limit_bytes:
-            if not is_over:
-                worst.append((num_bytes, event))
-            worst[-1] = max(worst[-1], (num_bytes, event), key=lambda pair: pair[0])
-        is_over = num_bytes > limit_bytes
-    worst.sort(key=lambda pair: (-pair[0], pair[1]))
-    return [event for _, event in worst]
+def _worst_apart(events: Iterable[tuple[Event, int]], limit_bytes: int, num_steps: int) -> list[Event]:
+    """The worst events above a limit, the worst ones first, each further than EVENTS_APART from all before it."""
+    over = sorted(((num_bytes, event) for event, num_bytes in events if num_bytes > limit_bytes), key=_worst_first)
+    worst: list[Event] = []
+    for _, event in over:
+        if all(abs(event[0] - other[0]) > EVENTS_APART * num_steps for other in worst):
+            worst.append(event)
+    return worst
+
+
+def _worst_first(over: tuple[int, Event]) -> tuple[int, Event]:
+    return -over[0], over[1]
 
 
 def cost_unit_s(problem: Problem) -> float:

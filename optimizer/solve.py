@@ -20,6 +20,8 @@ from placemat.starts import starting_schedules
 
 # A budget of which the lowest quick plan takes more than this share is tight.
 TIGHT_SHARE = 0.85
+# Part of the time that the search of large groups of ops gets under a tight budget, which may need smaller ones.
+LARGE_GROUPS_SHARE = 0.5
 # A wider family is searched if by its relaxation it may save more than this share of the step's seconds.
 WORTH_CLIMBING = 0.005
 # Part of the time left for all wider families together, so that a small step does not take longer than a large one.
@@ -123,24 +125,22 @@ class _Rungs:
 
     def climb(self, starts: Sequence[Schedule]) -> None:
         """Search the families until one is not settled, or the next one has nothing left that is worth it."""
-        search = self._begin(self.families[0])
+        search = self._search(self.families[0])
+        self.searches.append(search)
         if search.is_closed():
             return
-        if self._offer_starts(search, starts) > TIGHT_SHARE * self.incumbent.budget_bytes:
-            self.searches.clear()
-            search = self._begin(self.families[0], is_tight=True)
+        is_tight = self._offer_starts(search, starts) > TIGHT_SHARE * self.incumbent.budget_bytes
         if self.incumbent.budget_bytes < static_lower_bound(self.incumbent.problem):
             return
-        if search.has_one_cut:
-            search.relax()
-        search.run()
+        search = self._search_first(is_tight)
         share = CLIMBING_SHARE if search.is_closed() else 1.0
         climbing_until = time.monotonic() + share * self.incumbent.seconds_left()
         for family in self.families[1:]:
             self.limit = search.limit
             if not search.is_closed() and not search.is_impossible:
                 return
-            search = self._begin(family)
+            search = self._search(family)
+            self.searches.append(search)
             search.deadline = climbing_until
             search.relax()
             if search.is_impossible:
@@ -150,9 +150,26 @@ class _Rungs:
             search.run()
         self.limit = search.limit
 
-    def _begin(self, family: Phases, *, is_tight: bool = False) -> FamilySearch:
-        self.searches.append(FamilySearch(family, self.incumbent, self.gap, self.lower_seconds, is_tight=is_tight))
-        return self.searches[-1]
+    def _search_first(self, is_tight: bool) -> FamilySearch:
+        """The first family; under a tight budget first with large groups of ops and then, if need be, small ones."""
+        searches = [self._search(self.families[0])]
+        if is_tight:
+            small = self._search(self.families[0], is_tight=True)
+            if small.contraction.groups != searches[0].contraction.groups:
+                searches[0].deadline = time.monotonic() + LARGE_GROUPS_SHARE * self.incumbent.seconds_left()
+                searches.append(small)
+        self.searches.clear()
+        for search in searches:
+            self.searches.append(search)
+            if search.has_one_cut:
+                search.relax()
+            search.run()
+            if search.is_closed() and self._holds(search):
+                break
+        return search
+
+    def _search(self, family: Phases, *, is_tight: bool = False) -> FamilySearch:
+        return FamilySearch(family, self.incumbent, self.gap, self.lower_seconds, is_tight=is_tight)
 
     def _offer_starts(self, search: FamilySearch, starts: Sequence[Schedule]) -> int:
         """Quick plans; the lowest of their peaks."""
@@ -166,11 +183,14 @@ class _Rungs:
         saving_s = self.incumbent.seconds - search.lower_seconds
         return not search.is_closed() and saving_s > WORTH_CLIMBING * self.incumbent.problem.runtime_s
 
+    def _holds(self, search: FamilySearch) -> bool:
+        """Whether the best plan is none that a search's family lacks and that beats all of it."""
+        return search.lower_seconds <= self.incumbent.seconds + search.resolution_s
+
     def told(self) -> FamilySearch:
         """The search whose bound is told: of those that hold for the best plan the widest one that is closed, or the
         one that is nearest to it. A plan that was handed in may beat every family."""
-        best_s = self.incumbent.seconds + self.searches[0].resolution_s
-        valid = [s for s in self.searches if s.lower_seconds <= best_s]
+        valid = [s for s in self.searches if self._holds(s)]
         closed = [s for s in valid if s.is_closed()]
         if closed:
             return closed[-1]
