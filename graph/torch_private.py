@@ -20,6 +20,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
+from placemat.graph.cumulative_batch_norm import read_at_run_time
 from placemat.graph.errors import UnsupportedFeature
 
 __all__ = [
@@ -73,7 +74,8 @@ def compile_settings() -> Iterator[None]:
         # Otherwise Dynamo draws numpy's random numbers from torch's generator; now such a call ends the capture.
         use_numpy_random_stream=True,
     ):
-        yield
+        with read_at_run_time():
+            yield
 
 
 @contextlib.contextmanager
