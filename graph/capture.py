@@ -163,7 +163,16 @@ class reported:
 
 
 def _graph_break_text(error: Any) -> str:
-    where = user_frame(getattr(error, "real_stack", None) or ())
+    stack = getattr(error, "real_stack", None) or ()
+    where = user_frame(stack)
+    registration = next((f.name for f in stack if _registers_hook(f)), None)
+    if registration is not None:
+        return (
+            f"the model's forward calls {registration}(), and a graph cannot hold a change of a module's hooks. At "
+            f"{where}. Remedy: register the hook once, outside of forward(): it is then captured with the model, with "
+            "the arguments that it supplies and the attributes that it sets. What changes from call to call it can "
+            "read from an attribute of the module; or pass it as an argument."
+        )
     kind = getattr(error, "gb_type", None) or "graph break"
     return (
         f"the model's forward cannot be captured as one graph ({kind}; data-dependent control flow, calls out of "
@@ -171,6 +180,12 @@ def _graph_break_text(error: Any) -> str:
         "with tensor operations (torch.where, masks), move it out of forward(), or optimize the submodules around "
         "it instead."
     )
+
+
+def _registers_hook(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is one of torch.nn.Module's methods that register a hook."""
+    is_method = frame.name.startswith("register_") and frame.name.endswith("_hook")
+    return is_method and frame.filename == torch.nn.Module.register_forward_hook.__code__.co_filename
 
 
 def user_frame(stack: Sequence[traceback.FrameSummary]) -> str:

@@ -133,6 +133,52 @@ def test_full_backward_hook_on_a_submodule_is_refused_by_name():
         model(X)
 
 
+def supply_offset(module, args, kwargs):
+    module.calls = 1
+    return args, {**kwargs, "offset": module.scale}
+
+
+class Offset(nn.Module):
+    """A linear layer whose second one takes part only if a hook supplies an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), 2.0, 0
+
+    def forward(self, x: torch.Tensor, offset: float | None = None) -> torch.Tensor:
+        return self.a(x) if offset is None else self.a(x) + offset * self.calls * self.b(x)
+
+
+def test_pre_hook_that_supplies_an_argument_and_sets_an_attribute_is_part_of_the_step():
+    model = Wrap(lambda m, x: m.inner(x).tanh().sum(), inner=Offset())
+    model.inner.register_forward_pre_hook(supply_offset, with_kwargs=True)
+    expected = run_step(model, (X,))
+    assert sum(g is not None for g in expected.gradients) == 4
+    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    assert model.inner.calls == 1
+    model.inner.calls = 0
+    assert run_step(model, (X,)).same_as(expected)
+    assert model.inner.calls == 1
+    model.inner.scale = 3.0  # read anew
+    got = run_step(model, (X,))
+    placemat.restore(model)
+    assert got.same_as(run_step(model, (X,)))
+
+
+def test_hook_that_is_registered_in_the_forward_is_refused_with_its_line():
+    def forward(m, x):
+        hook = m.inner.register_forward_pre_hook(supply_offset, with_kwargs=True)
+        try:
+            return m.inner(x).sum()
+        finally:
+            hook.remove()
+
+    model = Wrap(forward, inner=Offset())
+    with pytest.raises(placemat.CaptureError, match=r"calls register_forward_pre_hook\(\).*test_refusals.py:\d+"):
+        placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    assert not model.inner._forward_pre_hooks
+
+
 @pytest.mark.parametrize("loss_fn", [lambda o: o, lambda o: (o.sum(), o.mean())])
 def test_loss_that_is_no_number_is_refused(loss_fn):
     with pytest.raises(placemat.UnsupportedFeature, match="one element"):
