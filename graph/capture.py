@@ -20,6 +20,7 @@ from placemat.graph import torch_private
 from placemat.graph.autocast import weight_cache_is_on
 from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
+from placemat.graph.recurrent import refusal, refuse_layers, what_is_recurrent
 from placemat.graph.sources import is_library_file, tidy, user_line
 
 
@@ -70,6 +71,7 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     autocast_cache = weight_cache_is_on()
 
     def named_backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        refuse_layers(graph_module)
         names[:] = input_names(graph_module)
         return backend(graph_module, inputs)
 
@@ -173,6 +175,9 @@ def _graph_break_text(error: Any) -> str:
             "the arguments that it supplies and the attributes that it sets. What changes from call to call it can "
             "read from an attribute of the module; or pass it as an argument."
         )
+    recurrent = what_is_recurrent(error)
+    if recurrent is not None:
+        return refusal(recurrent, where)
     kind = getattr(error, "gb_type", None) or "graph break"
     return (
         f"the model's forward cannot be captured as one graph ({kind}; data-dependent control flow, calls out of "

@@ -1,8 +1,8 @@
 """BatchNorm(momentum=None): the averaging factor of its running statistics is read where the module runs.
 
 Its forward computes 1 / float(num_batches_tracked), a Python number that no graph can hold: each step would need a
-graph of its own, if tracing allowed it at all. While placemat traces or runs a step, the forward calls an operator instead
-that has the counter as a tensor and reads it when it runs. Kernel, order and results are those of the original.
+graph of its own, if tracing allowed it at all. While placemat traces a step, the forward calls an operator instead: it
+has the counter as a tensor and reads it when it runs. Kernel, order and results are those of the original.
 """
 
 from __future__ import annotations
