@@ -15,7 +15,8 @@ from torch import fx
 from placemat.graph.errors import CaptureError
 from placemat.graph.sources import user_line
 
-_LAYERS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+_NAMES = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_LAYERS = frozenset(getattr(namespace, name) for namespace in (torch, torch.ops.aten) for name in _NAMES)
 _WHAT = "an LSTM, GRU or RNN layer"
 _PACKED = ("pack_padded_sequence", "pad_packed_sequence", "PackedSequence")
 
@@ -27,7 +28,7 @@ def refuse_layers(graph_module: fx.GraphModule) -> None:
         CaptureError: names the user's file and line.
     """
     for node in graph_module.graph.nodes:
-        if node.target in _LAYERS:
+        if getattr(node.target, "overloadpacket", node.target) in _LAYERS:
             raise CaptureError(refusal(_WHAT, user_line(node.meta.get("stack_trace")) or "an unknown line"))
 
 

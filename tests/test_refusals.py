@@ -187,7 +187,7 @@ def run_packed(module, x):
 
 def run_function(module, x):
     weights = [module.a.weight.repeat(3, 1), module.b.weight.repeat(3, 1)]
-    return torch.gru(x.unsqueeze(1), torch.zeros(1, 1, 8), weights, False, 1, 0.0, True, False, False)[0].sum()
+    return module.layer(x.unsqueeze(1), torch.zeros(1, 1, 8), weights, False, 1, 0.0, True, False, False)[0].sum()
 
 
 @pytest.mark.parametrize("allowed", [False, True])  # Dynamo's own switch must not let other bits in
@@ -198,7 +198,8 @@ def run_function(module, x):
         (nn.GRU, lambda m, x: m.layer(x.unsqueeze(1))[0].sum(), "LSTM, GRU or RNN"),
         (nn.RNN, lambda m, x: m.layer(x.unsqueeze(1))[0].sum(), "LSTM, GRU or RNN"),
         (nn.LSTM, run_packed, "packed sequences"),
-        (nn.GRU, run_function, "LSTM, GRU or RNN"),
+        (lambda *_: torch.gru, run_function, "LSTM, GRU or RNN"),
+        (lambda *_: torch.ops.aten.gru.input, run_function, "LSTM, GRU or RNN"),
     ],
 )
 def test_recurrent_layers_are_refused_with_their_line(kind, forward, words, allowed):
