@@ -193,6 +193,7 @@ FORMULAS: dict[str, Formula] = {
     **_named(_index, "index _unsafe_index index_put _unsafe_index_put"),
     **_named(_sort, "sort argsort"),
     **_named(_zero, _ZERO),
+    "placemat_ops.cumulative_batch_norm": _batch_norm,
     "aten._safe_softmax": _safe_softmax,
     "aten.native_layer_norm": _layer_norm,
     "aten.native_layer_norm_backward": _layer_norm_backward,

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from placemat.graph.cumulative_batch_norm import CUMULATIVE
+
 aten = torch.ops.aten
 
 FUNCTIONAL = aten._native_batch_norm_legit_functional.default
 NO_STATS = aten._native_batch_norm_legit.no_stats
-_NEW_STATISTICS = (3, 4)  # results of FUNCTIONAL that NO_STATS does not have
+_IN_TRAINING = (FUNCTIONAL, CUMULATIVE)  # equal in all positions but that of the momentum
+_NEW_STATISTICS = (3, 4)  # results of these that NO_STATS does not have
 BACKWARD = aten.native_batch_norm_backward.default
 
 
@@ -28,9 +31,19 @@ def drop_running_statistics(graph: fx.Graph) -> None:
             node.args = (grad, x, weight, None, None, mean, invstd, train, *rest)
 
 
+def drop_statistics_copies(graph: fx.Graph) -> None:
+    """Let new running statistics that a graph copies over the old ones take their place, as FUNCTIONAL's do."""
+    for node in graph.find_nodes(op="call_function", target=CUMULATIVE):
+        for result in list(node.users):
+            if result.args[1] in _NEW_STATISTICS:
+                for copy in [u for u in result.users if u.target is aten.copy.default and u.args[1] is result]:
+                    copy.replace_all_uses_with(result)
+                    graph.erase_node(copy)
+
+
 def replays_without_statistics(node: fx.Node) -> bool:
     """Whether a node is a BatchNorm in training mode whose new running statistics only go back to the module."""
-    if node.target is not FUNCTIONAL or not node.args[5]:
+    if node.target not in _IN_TRAINING or not node.args[5]:
         return False
     statistics = [user for user in node.users if user.args[1] in _NEW_STATISTICS]
     return all(reader.op == "output" for user in statistics for reader in user.users)
@@ -38,5 +51,5 @@ def replays_without_statistics(node: fx.Node) -> bool:
 
 def replay_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Target and arguments of the replay; its results are the first three of the original's."""
-    x, weight, bias, _, _, train, momentum, eps = node.args
-    return NO_STATS, (x, weight, bias, train, momentum, eps)
+    x, weight, bias, _, _, train, _, eps = node.args
+    return NO_STATS, (x, weight, bias, train, 0.0, eps)  # a momentum has no part in these results

@@ -20,6 +20,7 @@ from placemat.graph import torch_private
 from placemat.graph.autocast import weight_cache_is_on
 from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
+from placemat.graph.recurrent import refusal, refuse_layers, what_is_recurrent
 from placemat.graph.sources import is_library_file, tidy, user_line
 
 
@@ -70,6 +71,7 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     autocast_cache = weight_cache_is_on()
 
     def named_backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        refuse_layers(graph_module)
         names[:] = input_names(graph_module)
         return backend(graph_module, inputs)
 
@@ -163,7 +165,19 @@ class reported:
 
 
 def _graph_break_text(error: Any) -> str:
-    where = user_frame(getattr(error, "real_stack", None) or ())
+    stack = getattr(error, "real_stack", None) or ()
+    where = user_frame(stack)
+    registration = next((f.name for f in stack if _registers_hook(f)), None)
+    if registration is not None:
+        return (
+            f"the model's forward calls {registration}(), and a graph cannot hold a change of a module's hooks. At "
+            f"{where}. Remedy: register the hook once, outside of forward(): it is then captured with the model, with "
+            "the arguments that it supplies and the attributes that it sets. What changes from call to call it can "
+            "read from an attribute of the module; or pass it as an argument."
+        )
+    recurrent = what_is_recurrent(error)
+    if recurrent is not None:
+        return refusal(recurrent, where)
     kind = getattr(error, "gb_type", None) or "graph break"
     return (
         f"the model's forward cannot be captured as one graph ({kind}; data-dependent control flow, calls out of "
@@ -171,6 +185,12 @@ def _graph_break_text(error: Any) -> str:
         "with tensor operations (torch.where, masks), move it out of forward(), or optimize the submodules around "
         "it instead."
     )
+
+
+def _registers_hook(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is one of torch.nn.Module's methods that register a hook."""
+    is_method = frame.name.startswith("register_") and frame.name.endswith("_hook")
+    return is_method and frame.filename == torch.nn.Module.register_forward_hook.__code__.co_filename
 
 
 def user_frame(stack: Sequence[traceback.FrameSummary]) -> str:

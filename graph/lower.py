@@ -108,6 +108,7 @@ def lower(
     if joint.autocast_cache:
         autocast.merge_weight_casts(graph, joint.primals, joint.gradients)
     batch_norm.drop_running_statistics(graph)
+    batch_norm.drop_statistics_copies(graph)
     gradients.prune_tangents(graph, [t for i, t in enumerate(joint.tangents) if i not in loss.used_tangents])
     build = _Builder(joint, loss)
     _bind_static(build)

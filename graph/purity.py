@@ -10,7 +10,7 @@ from torch import fx
 from placemat.graph.storages import argument
 
 # Namespaces whose ops are functional unless their schema or tags say otherwise. Custom libraries are not known to be.
-KNOWN_NAMESPACES = frozenset({"aten", "prims"})
+KNOWN_NAMESPACES = frozenset({"aten", "prims", "placemat_ops"})
 
 
 def schema_of(node: fx.Node) -> Any:

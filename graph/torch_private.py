@@ -20,6 +20,7 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch._guards import TracingContext
 from torch.utils._python_dispatch import _disable_current_modes
 
+from placemat.graph.cumulative_batch_norm import read_at_run_time
 from placemat.graph.errors import UnsupportedFeature
 
 __all__ = [
@@ -70,10 +71,13 @@ def compile_settings() -> Iterator[None]:
         optimize_ddp=False,
         ignore_logger_methods=ignored,
         suppress_errors=False,
+        # What it traces such layers into gives other bits than the kernels that eager runs (see graph/recurrent.py).
+        allow_rnn=False,
         # Otherwise Dynamo draws numpy's random numbers from torch's generator; now such a call ends the capture.
         use_numpy_random_stream=True,
     ):
-        yield
+        with read_at_run_time():
+            yield
 
 
 @contextlib.contextmanager

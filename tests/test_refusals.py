@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 
 import placemat
@@ -131,6 +132,97 @@ def test_full_backward_hook_on_a_submodule_is_refused_by_name():
     model.a.register_full_backward_hook(lambda *_: None)
     with pytest.raises(placemat.CaptureError, match="hook"):
         model(X)
+
+
+def supply_offset(module, args, kwargs):
+    module.calls = 1
+    return args, {**kwargs, "offset": module.scale}
+
+
+class Offset(nn.Module):
+    """A linear layer whose second one takes part only if a hook supplies an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.scale, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), 2.0, 0
+
+    def forward(self, x: torch.Tensor, offset: float | None = None) -> torch.Tensor:
+        return self.a(x) if offset is None else self.a(x) + offset * self.calls * self.b(x)
+
+
+def test_pre_hook_that_supplies_an_argument_and_sets_an_attribute_is_part_of_the_step():
+    model = Wrap(lambda m, x: m.inner(x).tanh().sum(), inner=Offset())
+    model.inner.register_forward_pre_hook(supply_offset, with_kwargs=True)
+    expected = run_step(model, (X,))
+    assert sum(g is not None for g in expected.gradients) == 4
+    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    assert model.inner.calls == 1
+    model.inner.calls = 0
+    assert run_step(model, (X,)).same_as(expected)
+    assert model.inner.calls == 1
+    model.inner.scale = 3.0  # read anew
+    got = run_step(model, (X,))
+    placemat.restore(model)
+    assert got.same_as(run_step(model, (X,)))
+
+
+def test_hook_that_is_registered_in_the_forward_is_refused_with_its_line():
+    def forward(m, x):
+        hook = m.inner.register_forward_pre_hook(supply_offset, with_kwargs=True)
+        try:
+            return m.inner(x).sum()
+        finally:
+            hook.remove()
+
+    model = Wrap(forward, inner=Offset())
+    with pytest.raises(placemat.CaptureError, match=r"calls register_forward_pre_hook\(\).*test_refusals.py:\d+"):
+        placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    assert not model.inner._forward_pre_hooks
+
+
+def run_packed(module, x):
+    packed = nn.utils.rnn.pack_padded_sequence(x.view(2, 3, 8), torch.tensor([3, 2]), batch_first=True)
+    return module.layer(packed)[0].data.sum()
+
+
+def run_function(module, x):
+    weights = [module.a.weight.repeat(3, 1), module.b.weight.repeat(3, 1)]
+    return module.layer(x.unsqueeze(1), torch.zeros(1, 1, 8), weights, False, 1, 0.0, True, False, False)[0].sum()
+
+
+@pytest.mark.parametrize("allowed", [False, True])  # Dynamo's own switch must not let other bits in
+@pytest.mark.parametrize(
+    ("kind", "forward", "words"),
+    [
+        (nn.LSTM, lambda m, x: m.layer(x.unsqueeze(1))[0].sum(), "LSTM, GRU or RNN"),
+        (nn.GRU, lambda m, x: m.layer(x.unsqueeze(1))[0].sum(), "LSTM, GRU or RNN"),
+        (nn.RNN, lambda m, x: m.layer(x.unsqueeze(1))[0].sum(), "LSTM, GRU or RNN"),
+        (nn.LSTM, run_packed, "packed sequences"),
+        (lambda *_: torch.gru, run_function, "LSTM, GRU or RNN"),
+        (lambda *_: torch.ops.aten.gru.input, run_function, "LSTM, GRU or RNN"),
+    ],
+)
+def test_recurrent_layers_are_refused_with_their_line(kind, forward, words, allowed):
+    model = Wrap(forward, layer=kind(8, 5))
+    with (
+        torch._dynamo.config.patch(allow_rnn=allowed),
+        pytest.raises(placemat.CaptureError, match=rf"{words}.*At .*test_refusals.py:\d+.*LSTMCell"),
+    ):
+        placemat.optimize(model, "1 GiB", (X,))
+
+
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_cells_in_a_loop_have_eagers_bits(kind):
+    def forward(m, x):
+        state = None
+        for _ in range(3):
+            state = m.cell(x, state)
+        return (state[0] if isinstance(state, tuple) else state).pow(2).sum()
+
+    model = Wrap(forward, cell=kind(8, 5))
+    expected = run_step(model, (X,))
+    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    assert run_step(model, (X,)).same_as(expected)
 
 
 @pytest.mark.parametrize("loss_fn", [lambda o: o, lambda o: (o.sum(), o.mean())])
