@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._functorch.config
+from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._guards import TracingContext
+from torch.autograd import ProfilerConfig, ProfilerState
 from torch.utils._python_dispatch import _disable_current_modes
 
 from placemat.graph.errors import UnsupportedFeature
@@ -33,9 +35,11 @@ __all__ = [
     "clear_donated_buffers",
     "compile_settings",
     "composites_on_meta",
+    "cpu_allocations",
     "disable_modes",
     "forget_compiled",
     "inside_functorch",
+    "is_profiling",
     "is_tangent",
     "mutated_input_of_output",
 ]
@@ -174,3 +178,23 @@ def inside_functorch() -> bool:
 def forget_compiled(function: Callable[..., Any]) -> None:
     """Drop what Dynamo compiled for one function, and only that."""
     torch._dynamo.reset_code(function.__code__)
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of PyTorch is recording here; there can be only one."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def cpu_allocations(run: Callable[[], object]) -> list[int]:
+    """Bytes of the blocks that the CPU allocator gives out (positive) and takes back (negative) during `run()`.
+
+    The recorder from before Kineto (`torch.autograd.profiler_legacy`): a hundred microseconds, and it writes nothing to
+    standard error, where `torch.profiler` takes milliseconds and may leave two lines for every start.
+    """
+    settings = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    torch._C._autograd._enable_profiler_legacy(settings)
+    try:
+        run()
+    finally:
+        threads = torch._C._autograd._disable_profiler_legacy()
+    return [event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"]
