@@ -38,6 +38,7 @@ __all__ = [
     "cpu_allocations",
     "disable_modes",
     "forget_compiled",
+    "has_autocast_rule",
     "inside_functorch",
     "is_profiling",
     "is_tangent",
@@ -67,15 +68,21 @@ def compile_settings() -> Iterator[None]:
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None:
         ignored.add(modeling.logger.warning_once)
-    with dynamo_config.patch(
-        recompile_limit=_LARGE,
-        accumulated_recompile_limit=_LARGE,
-        skip_nnmodule_hook_guards=False,
-        optimize_ddp=False,
-        ignore_logger_methods=ignored,
-        suppress_errors=False,
-        # Otherwise Dynamo draws numpy's random numbers from torch's generator; now such a call ends the capture.
-        use_numpy_random_stream=True,
+    # AOTAutograd would trace the backward under the autocast that is on around the forward, and cast the products of
+    # regions that the forward takes out of it. In eager, backward runs outside (`Backend` refuses one that does not).
+    outside_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
+    with (
+        outside_autocast,
+        dynamo_config.patch(
+            recompile_limit=_LARGE,
+            accumulated_recompile_limit=_LARGE,
+            skip_nnmodule_hook_guards=False,
+            optimize_ddp=False,
+            ignore_logger_methods=ignored,
+            suppress_errors=False,
+            # Otherwise Dynamo draws numpy's random numbers from torch's generator; now such a call ends the capture.
+            use_numpy_random_stream=True,
+        ),
     ):
         yield
 
@@ -170,6 +177,14 @@ def backward_node(outputs: Any, region: Any) -> Any:
     return None
 
 
+def has_autocast_rule(op: Any, device: str) -> bool:
+    """Whether autocast intercepts an operator on a device type."""
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}.get(device)
+    if key is None or not isinstance(op, torch._ops.OpOverload):
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -197,4 +212,4 @@ def cpu_allocations(run: Callable[[], object]) -> list[int]:
         run()
     finally:
         threads = torch._C._autograd._disable_profiler_legacy()
-    return [event.cpu_memory_usage() for events in threads for event in events if event.kind() == "memory_alloc"]
+    return [event.cpu_memory_usage() for events in threads for event in events if str(event.kind()) == "memory_alloc"]
