@@ -32,11 +32,23 @@ class JsonCache:
     def __init__(self, name: str, directory: Path | None, is_valid: Callable[[object], bool]) -> None:
         self.path = (directory if directory is not None else default_cache_dir()) / f"{name}.json"
         self._is_valid = is_valid
+        self._read: tuple[tuple[int, ...], dict[str, Any]] | None = None  # (identity of the file, its entries)
 
     def _entries(self) -> dict[str, Any]:
+        """The file's entries, read again when it was replaced."""
+        try:
+            status = self.path.stat()
+            identity = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if self._read is None or self._read[0] != identity:
+                self._read = identity, self._parse()
+        except OSError:
+            return {}
+        return self._read[1]
+
+    def _parse(self) -> dict[str, Any]:
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except ValueError:
             return {}
         if not isinstance(content, dict) or content.get("version") != _VERSION:
             return {}

@@ -8,6 +8,7 @@ and kept on disk, because plans must come out the same in every process.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import time
@@ -85,6 +86,7 @@ def _measure() -> dict[str, Any]:
         }
 
 
+@functools.cache
 def _processor() -> str:
     """The processor's model name where the system tells it."""
     try:

@@ -2,7 +2,10 @@
 
 For ops whose formula is only an upper bound (`is_bound`: convolutions, 16-bit products and attention), where oneDNN
 chooses how much to allocate. Each distinct signature is run once on zeros, so planning needs the op's inputs, outputs
-and workspace as real memory for that moment, and about the time of one training step in total.
+and workspace as real memory for that moment, and without a limit about the time of one training step in total.
+
+The default cost model measures ops of up to `DEFAULT_LIMIT_BYTES`. Their bounds are the loose ones: what oneDNN takes
+per thread, whatever the shape, is a hundred times such an op's tensors.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 
 from placemat.cost_models.base import CostModel, OpCost
@@ -22,29 +24,29 @@ from placemat.cost_models.host import machine_key
 from placemat.cost_models.modes import outside_dispatch_modes
 from placemat.cost_models.operands import input_tensors, output_tensors, storage_bytes
 from placemat.cost_models.workspaces import is_bound
+from placemat.graph import torch_private
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.ir import Op, OpSignature, TensorSpec
+
+# Arguments and results of an op that the default cost model runs for its workspace: memory that a plan may take for a
+# moment, and milliseconds of arithmetic.
+DEFAULT_LIMIT_BYTES = 2**24
 
 
 def peak_allocated_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
     """Largest sum of live CPU allocations during `run()`, beyond what lived before, and its result.
 
-    Reads the "[memory]" events of torch.profiler, which c10's CPU allocator reports for every block.
-
     Raises:
         UnsupportedFeature: a profiler is already running; there can be only one.
     """
-    if torch._C._autograd._profiler_enabled():
+    if torch_private.is_profiling():
         raise UnsupportedFeature("workspaces cannot be measured inside a running torch.profiler; plan outside of it.")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        result = run()
-    assert prof.profiler is not None
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    results: list[Any] = []
     live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
+    for num_bytes in torch_private.cpu_allocations(lambda: results.append(run())):
+        live += num_bytes
         peak = max(peak, live)
-    return peak, result
+    return peak, results[0]
 
 
 def _materialize(value: Any) -> Any:
@@ -78,33 +80,46 @@ def measure_workspace_bytes(signature: OpSignature) -> int:
     return max(0, peak - sum(t.nbytes for t in output_tensors(signature)))
 
 
+def _is_measurement(entry: object) -> bool:
+    return isinstance(entry, int) and entry >= 0
+
+
 class MeasuredWorkspaces:
     """A cost model whose bounds on CPU workspaces are replaced by measurements, kept in the user's cache directory.
+
+    While a torch.profiler is running nothing can be measured, and an op that is not in the cache keeps its bound.
 
     Args:
         base: gives seconds, and the workspaces of all other ops.
         cache_dir: for `workspaces.json`; `$PLACEMAT_CACHE_DIR` or the user's cache directory if None.
+        limit_bytes: ops with more bytes of arguments and results than this keep their bound; None measures all.
     """
 
-    def __init__(self, base: CostModel, cache_dir: Path | None = None) -> None:
+    def __init__(self, base: CostModel, cache_dir: Path | None = None, limit_bytes: int | None = None) -> None:
         self.base = base
-        self._cache = JsonCache("workspaces", cache_dir, lambda entry: isinstance(entry, int) and entry >= 0)
-        self._machine = machine_key(torch.get_num_threads())
+        self.limit_bytes = limit_bytes
+        self._cache = JsonCache("workspaces", cache_dir, _is_measurement)
 
     @property
     def source(self) -> str:
-        return f"{self.base.source}; workspaces of vendor-library ops measured"
+        which = "" if self.limit_bytes is None else f" of up to {self.limit_bytes / 2**20:.3g} MiB"
+        return f"{self.base.source}; workspaces of vendor-library ops{which} measured"
 
     def op_cost(self, op: Op) -> OpCost:
         cost = self.base.op_cost(op)
-        inputs = input_tensors(op.signature)
-        if not is_bound(op.signature) or any(t.device != "cpu" for t in inputs):
+        tensors = [*input_tensors(op.signature), *output_tensors(op.signature)]
+        if not is_bound(op.signature) or any(t.device != "cpu" for t in tensors):
             return cost
-        return OpCost(runtime_s=cost.runtime_s, workspace_bytes=self._workspace_bytes(op.signature))
+        if self.limit_bytes is not None and sum(map(storage_bytes, tensors)) > self.limit_bytes:
+            return cost
+        return OpCost(cost.runtime_s, self._workspace_bytes(op.signature, bound_bytes=cost.workspace_bytes))
 
-    def _workspace_bytes(self, signature: OpSignature) -> int:
-        key = hashlib.sha256(f"{self._machine}; {signature!r}".encode()).hexdigest()
+    def _workspace_bytes(self, signature: OpSignature, bound_bytes: int) -> int:
+        machine = machine_key(torch.get_num_threads())
+        key = hashlib.sha256(f"{machine}; {signature!r}".encode()).hexdigest()
         entry = self._cache.get(key)
+        if entry is None and torch_private.is_profiling():
+            return bound_bytes
         if entry is None:
             entry = self._cache.put(key, measure_workspace_bytes(signature))
         return int(entry)

@@ -16,6 +16,7 @@ from placemat.cost_models.base import CostModel, OpCost
 from placemat.cost_models.devices import DeviceSpec, device_spec
 from placemat.cost_models.flops import bytes_moved, compute_dtype, flops, random_numbers
 from placemat.cost_models.host import host_spec
+from placemat.cost_models.measured import DEFAULT_LIMIT_BYTES, MeasuredWorkspaces
 from placemat.cost_models.workspaces import is_view, workspace_bytes
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.ir import Op
@@ -58,7 +59,7 @@ class Roofline:
 
 
 def default_cost_model(device: str) -> CostModel:
-    """Roofline of the device type that the model is on.
+    """Roofline of the device type that the model is on, with small CPU ops' workspaces measured (`measured.py`).
 
     Args:
         device: "cpu" (the host is measured once, see `host_spec`) or "cuda" (the current device must be in the table).
@@ -67,7 +68,7 @@ def default_cost_model(device: str) -> CostModel:
         UnsupportedFeature: another device type, no CUDA device here, or one that the table does not have.
     """
     if device == "cpu":
-        return Roofline(host_spec())
+        return MeasuredWorkspaces(Roofline(host_spec()), limit_bytes=DEFAULT_LIMIT_BYTES)
     if device != "cuda":
         raise UnsupportedFeature(
             f"no default cost model for device type {device!r}; pass `cost_model=Roofline(device_spec('H100 SXM'))`, "

@@ -13,10 +13,15 @@ from typing import Any
 import torch
 from torch import fx
 
+from placemat.graph.joint import JointGraph
+from placemat.graph.order import split_phases
+from placemat.graph.torch_private import has_autocast_rule
+
 aten = torch.ops.aten
 _CAST = aten._to_copy.default
 _ADD = aten.add.Tensor
-_LOW = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
 def weight_cache_is_on() -> bool:
@@ -25,10 +30,25 @@ def weight_cache_is_on() -> bool:
     return active and torch.is_autocast_cache_enabled()
 
 
+def sensitive_backward_op(joint: JointGraph, device: str, dtype: torch.dtype) -> str | None:
+    """Name of a backward op that would run otherwise in a `backward()` under autocast to `dtype`; None if none would.
+
+    Products are cast to `dtype`, which changes nothing where both operands are of it; other ops that autocast
+    intercepts count as changed.
+    """
+    for node in split_phases(joint)[1]:
+        if not has_autocast_rule(node.target, device):
+            continue
+        operands = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+        if node.target not in _PRODUCTS or any(t.is_floating_point() and t.dtype != dtype for t in operands):
+            return str(node.target)
+    return None
+
+
 def merge_weight_casts(graph: fx.Graph, primals: Sequence[fx.Node], gradients: Sequence[Any]) -> None:
     """Merge casts of weights that the forward makes several times, in place; gradients are those of the primals."""
     for primal, gradient in zip(primals, gradients, strict=True):
-        for dtype in _LOW:
+        for dtype in LOW_PRECISION:
             casts = [u for u in primal.users if _is_autocast(u, dtype)]
             if len(casts) < 2:
                 continue

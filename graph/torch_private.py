@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._functorch.config
+from torch._C._profiler import _ExperimentalConfig
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._guards import TracingContext
+from torch.autograd import ProfilerConfig, ProfilerState
 from torch.utils._python_dispatch import _disable_current_modes
 
 from placemat.graph.cumulative_batch_norm import read_at_run_time
@@ -34,9 +36,12 @@ __all__ = [
     "clear_donated_buffers",
     "compile_settings",
     "composites_on_meta",
+    "cpu_allocations",
     "disable_modes",
     "forget_compiled",
+    "has_autocast_rule",
     "inside_functorch",
+    "is_profiling",
     "is_tangent",
     "mutated_input_of_output",
 ]
@@ -64,20 +69,26 @@ def compile_settings() -> Iterator[None]:
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None:
         ignored.add(modeling.logger.warning_once)
-    with dynamo_config.patch(
-        recompile_limit=_LARGE,
-        accumulated_recompile_limit=_LARGE,
-        skip_nnmodule_hook_guards=False,
-        optimize_ddp=False,
-        ignore_logger_methods=ignored,
-        suppress_errors=False,
-        # What it traces such layers into gives other bits than the kernels that eager runs (see graph/recurrent.py).
-        allow_rnn=False,
-        # Otherwise Dynamo draws numpy's random numbers from torch's generator; now such a call ends the capture.
-        use_numpy_random_stream=True,
+    # AOTAutograd would trace the backward under the autocast that is on around the forward, and cast the products of
+    # regions that the forward takes out of it. In eager, backward runs outside (`Backend` refuses one that does not).
+    outside_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
+    with (
+        outside_autocast,
+        dynamo_config.patch(
+            recompile_limit=_LARGE,
+            accumulated_recompile_limit=_LARGE,
+            skip_nnmodule_hook_guards=False,
+            optimize_ddp=False,
+            ignore_logger_methods=ignored,
+            suppress_errors=False,
+            # What it traces such layers into gives other bits than the kernels that eager runs (see graph/recurrent.py).
+            allow_rnn=False,
+            # Otherwise Dynamo draws numpy's random numbers from torch's generator; now such a call ends the capture.
+            use_numpy_random_stream=True,
+        ),
+        read_at_run_time(),
     ):
-        with read_at_run_time():
-            yield
+        yield
 
 
 @contextlib.contextmanager
@@ -170,6 +181,14 @@ def backward_node(outputs: Any, region: Any) -> Any:
     return None
 
 
+def has_autocast_rule(op: Any, device: str) -> bool:
+    """Whether autocast intercepts an operator on a device type."""
+    key = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}.get(device)
+    if key is None or not isinstance(op, torch._ops.OpOverload):
+        return False
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -178,3 +197,23 @@ def inside_functorch() -> bool:
 def forget_compiled(function: Callable[..., Any]) -> None:
     """Drop what Dynamo compiled for one function, and only that."""
     torch._dynamo.reset_code(function.__code__)
+
+
+def is_profiling() -> bool:
+    """Whether a profiler of PyTorch is recording here; there can be only one."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def cpu_allocations(run: Callable[[], object]) -> list[int]:
+    """Bytes of the blocks that the CPU allocator gives out (positive) and takes back (negative) during `run()`.
+
+    The recorder from before Kineto (`torch.autograd.profiler_legacy`): a hundred microseconds, and it writes nothing to
+    standard error, where `torch.profiler` takes milliseconds and may leave two lines for every start.
+    """
+    settings = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+    torch._C._autograd._enable_profiler_legacy(settings)
+    try:
+        run()
+    finally:
+        threads = torch._C._autograd._disable_profiler_legacy()
+    return [event.cpu_memory_usage() for events in threads for event in events if str(event.kind()) == "memory_alloc"]

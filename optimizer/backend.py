@@ -15,7 +15,7 @@ from torch import fx
 from placemat.codegen import Boxed, boxed_function
 from placemat.emit import EmittedStep, emit
 from placemat.graph import gradients, torch_private
-from placemat.graph.autocast import weight_cache_is_on
+from placemat.graph.autocast import LOW_PRECISION, sensitive_backward_op, weight_cache_is_on
 from placemat.graph.capture import input_names, make_joint
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
@@ -44,7 +44,9 @@ class Backend:
         emitted: dict[str, Any] = {}
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-            lowering, schedule = self.planner(make_joint(joint, num_fwd_outputs, names, autocast_cache))
+            made = make_joint(joint, num_fwd_outputs, names, autocast_cache)
+            lowering, schedule = self.planner(made)
+            emitted["autocast"] = _AutocastGuard(made, lowering.graph.device)
             step = emit(lowering, schedule)
             emitted["backward"] = _backward(step, lowering)
             self.compilations += 1
@@ -62,7 +64,7 @@ class Backend:
 
         def run(*args: Any) -> Any:
             outputs = compiled(*args)
-            guard_backward(outputs, emitted["region"])
+            guard_backward(outputs, emitted["region"], emitted["autocast"])
             return outputs
 
         return run
@@ -76,17 +78,38 @@ class Backend:
         return counted
 
 
-def guard_backward(outputs: Any, region: Any) -> None:
+def guard_backward(outputs: Any, region: Any, autocast_guard: Callable[[Any], None]) -> None:
     """Prepare the autograd node of a forward that just ran.
 
     Gradients that the loss does not send stay None instead of zeros; a backward that is itself recorded for a second
-    derivative is refused, because PyTorch would return wrong values for some inputs without a word.
+    derivative is refused, because PyTorch would return wrong values for some inputs without a word; so is one under an
+    autocast that would change it.
     """
     node = torch_private.backward_node(outputs, region)
     if node is None:
         return
     node.set_materialize_grads(False)
     node.register_prehook(_refuse_double_backward)
+    node.register_prehook(autocast_guard)
+
+
+class _AutocastGuard:
+    """Refuses a backward inside an autocast region where eager's would be another than the captured one."""
+
+    def __init__(self, joint: JointGraph, device: str) -> None:
+        self.device = device
+        self.sensitive_op = {dtype: sensitive_backward_op(joint, device, dtype) for dtype in LOW_PRECISION}
+
+    def __call__(self, grads: Any) -> None:
+        if not torch.is_autocast_enabled(self.device):
+            return
+        dtype = torch.get_autocast_dtype(self.device)
+        if (name := self.sensitive_op.get(dtype)) is not None:
+            raise UnsupportedFeature(
+                f"backward() runs inside a torch.autocast region ({dtype}), which changes gradients of this model: its "
+                f"backward has {name}, which autocast would cast, and was captured outside autocast. Remedy: call "
+                "loss.backward() after the autocast block, as PyTorch recommends."
+            )
 
 
 def _refuse_double_backward(grads: Any) -> None:

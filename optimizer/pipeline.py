@@ -278,8 +278,8 @@ def _notes(graph: OpGraph) -> tuple[str, ...]:
     if not unknown:
         return ()
     return (
-        f"workspaces of {', '.join(unknown)} are not known and counted as 0 bytes: the real peak may be higher. Try "
-        "cost_model=MeasuredWorkspaces(default_cost_model('cpu')), or reserved_bytes=.",
+        f"workspaces of {', '.join(unknown)} are not known and counted as 0 bytes: the real peak may be higher. Leave "
+        "room for them with reserved_bytes=.",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,27 @@ def test_measured_workspaces_replace_bounds_only(tmp_path: Path) -> None:
     assert model.op_cost(op_of(exact)) == base.op_cost(op_of(exact))
     entries = json.loads((tmp_path / "workspaces.json").read_text())["entries"]
     assert list(entries.values()) == [cost.workspace_bytes]
+
+
+def test_the_default_model_measures_small_bounded_ops_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _fake_measurement(monkeypatch, 1e9)
+    monkeypatch.setenv("PLACEMAT_CACHE_DIR", str(tmp_path))
+    model = default_cost_model("cpu")
+    small = sign(aten.mm.default, torch.zeros(6, 32).bfloat16(), torch.zeros(32, 32).bfloat16())
+    spec = TensorSpec((2048, 2048), (2048, 1), "bfloat16", "cpu", 2)
+    large = OpSignature("aten.mm.default", (spec, spec), (), (spec,))
+    threads = torch.get_num_threads()
+    assert model.op_cost(op_of(small)).workspace_bytes == measure_workspace_bytes(small)
+    assert model.op_cost(op_of(large)).workspace_bytes == workspace_bytes(large, threads)
+    assert pickle.loads(pickle.dumps(model)).op_cost(op_of(small)) == model.op_cost(op_of(small))
+
+
+def test_a_bound_stands_in_while_a_profiler_runs(tmp_path: Path) -> None:
+    model = MeasuredWorkspaces(Roofline(device_spec("L4"), num_threads=1), tmp_path)
+    signature = sign(aten.mm.default, torch.zeros(6, 32).bfloat16(), torch.zeros(32, 32).bfloat16())
+    with torch.profiler.profile():
+        assert model.op_cost(op_of(signature)).workspace_bytes == workspace_bytes(signature, 1)
+    assert not (tmp_path / "workspaces.json").exists()
 
 
 def test_workspaces_are_not_measured_inside_a_profiler() -> None:

@@ -1,0 +1,116 @@
+"""Autocast around and inside the forward: gradients are eager's bit for bit, or the step is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import placemat
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+class Region(nn.Module):
+    """Three products; the middle one in a region of its own."""
+
+    def __init__(self, region: Callable[[], torch.autocast]) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(32, 32) for _ in range(3))
+        self.region = region
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.first(x))
+        with self.region():
+            y = F.gelu(self.middle(y if torch.is_autocast_enabled("cpu") else y.float()))
+        return self.last(y)
+
+
+def _full_precision() -> torch.autocast:
+    return torch.autocast("cpu", enabled=False)
+
+
+def _low_precision() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.float16)
+
+
+def _gradients(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    with torch.autocast("cpu", dtype=dtype):
+        output = model(x)
+    output.float().pow(2).mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("region", [_full_precision, _low_precision])
+def test_regions_inside_the_forward_keep_their_precision_in_backward(region, dtype):
+    model, x = Region(region), torch.randn(64, 32)
+    planned = copy.deepcopy(model)
+    with torch.autocast("cpu", dtype=dtype):
+        placemat.optimize(planned, None, (x,), budget_fraction=0.0)
+    expected, got = _gradients(model, x, dtype), _gradients(planned, x, dtype)
+    assert len(got) == 6
+    assert all(torch.equal(e, g) for e, g in zip(expected, got, strict=True))
+    assert not planned.plan.runs_original
+
+
+def test_backward_inside_autocast_is_refused_where_it_changes_gradients():
+    model, x = Region(_full_precision), torch.randn(64, 32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        placemat.optimize(model, None, (x,), budget_fraction=0.0)
+        loss = model(x).float().pow(2).mean()
+        with pytest.raises(placemat.UnsupportedFeature, match="after the autocast block"):
+            loss.backward()
+
+
+def test_backward_inside_autocast_runs_where_it_changes_nothing():
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
+    x = torch.randn(64, 32)
+    planned = copy.deepcopy(model)
+    for each in (model, planned):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if each is planned:
+                placemat.optimize(each, None, (x,), budget_fraction=0.0)
+            each(x).float().pow(2).mean().backward()
+    for expected, got in zip(model.parameters(), planned.parameters(), strict=True):
+        assert expected.grad is not None
+        assert got.grad is not None
+        assert torch.equal(expected.grad, got.grad)
+
+
+def test_float16_with_a_scaler_that_meets_infinities():
+    model, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.Linear(32, 4)), torch.randn(8, 16)
+    planned = copy.deepcopy(model)
+    with torch.autocast("cpu", dtype=torch.float16):
+        placemat.optimize(planned, None, (x,), budget_fraction=0.0)
+    scales = []
+    for each in (model, planned):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22)
+        for _ in range(8):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                output = each(x)
+            scaler.scale(output.float().pow(2).mean()).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales[0] == scales[1] < 2.0**22
+    for expected, got in zip(model.parameters(), planned.parameters(), strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_a_parameter_changed_between_forward_and_backward_is_noticed():
+    model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
+    x = torch.randn(64, 32)
+    placemat.optimize(model, None, (x,), budget_fraction=0.0)
+    loss = model(x).mean()
+    with torch.no_grad():
+        model[2].weight.add_(1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
