@@ -18,6 +18,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import _disable_current_modes
 
 from placemat.graph.errors import UnsupportedFeature
@@ -63,7 +64,7 @@ def compile_settings() -> Iterator[None]:
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is not None:
         ignored.add(modeling.logger.warning_once)
-    with dynamo_config.patch(
+    settings = dynamo_config.patch(
         recompile_limit=_LARGE,
         accumulated_recompile_limit=_LARGE,
         skip_nnmodule_hook_guards=False,
@@ -72,7 +73,10 @@ def compile_settings() -> Iterator[None]:
         suppress_errors=False,
         # Otherwise Dynamo draws numpy's random numbers from torch's generator; now such a call ends the capture.
         use_numpy_random_stream=True,
-    ):
+    )
+    # Dead random ops move the generator on in eager. FX's removal of dead code spares them only under this setting
+    # (torch/fx/graph.py, eliminate_dead_code), whatever the backend.
+    with settings, inductor_config.patch(fallback_random=True):
         yield
 
 
