@@ -173,6 +173,16 @@ def _repeat(signature: OpSignature, num_threads: int) -> int:
     return 8 * _INDEX_BYTES * len(argument(signature, 1, "repeats"))
 
 
+def _scatter(signature: OpSignature, num_threads: int) -> int:
+    """A 16-bit result is made in float32 (ScatterGatherKernel.cpp); a mean counts, for which this is an upper bound."""
+    result = output_tensors(signature)[0]
+    wide = result.numel * _FLOAT_BYTES if result.dtype in REDUCED else 0
+    if argument(signature, 4, "reduce") != "mean":
+        return wide
+    counts = (result.numel + tensor(signature, 2, "index").numel) * result.itemsize
+    return wide + counts + result.numel + _FLOAT_BYTES + _INDEX_BYTES
+
+
 def _zero(signature: OpSignature, num_threads: int) -> int:
     return 0
 
@@ -181,7 +191,7 @@ def _named(formula: Formula, names: str) -> dict[str, Formula]:
     return {f"aten.{name}": formula for name in names.split()}
 
 
-_ZERO = """gather scatter scatter_add scatter_reduce index_select index_add index_copy slice_backward select_backward
+_ZERO = """index_select index_add index_copy slice_backward select_backward
 diagonal_backward diagonal_scatter as_strided_scatter topk repeat_interleave 
 masked_scatter bucketize"""
 
@@ -192,6 +202,7 @@ FORMULAS: dict[str, Formula] = {
     **_named(_batch_norm, "_native_batch_norm_legit _native_batch_norm_legit_functional native_batch_norm"),
     **_named(_index, "index _unsafe_index index_put _unsafe_index_put"),
     **_named(_sort, "sort argsort"),
+    **_named(_scatter, "gather scatter scatter_add scatter_reduce"),
     **_named(_zero, _ZERO),
     "placemat_ops.cumulative_batch_norm": _batch_norm,
     "aten._safe_softmax": _safe_softmax,

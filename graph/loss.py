@@ -133,7 +133,7 @@ def _workspace_bytes(whole: JointGraph) -> int:
     """Most bytes that the loss holds beside the gradients it returns.
 
     An upper bound on what eager does: every intermediate of the loss lives until the loss is computed, and on until its
-    last use in the loss's backward if that reads it.
+    last use in the loss's backward if that reads it. What one node of autograd makes and reads lives until it returns.
     """
     forward, backward = split_phases(whole)
     inside = _after([n for n in forward if n.target is _MARK], forward)
@@ -165,10 +165,16 @@ def _workspace_bytes(whole: JointGraph) -> int:
             if tensor is not None and (key := storage_key(tensor)) not in outside:
                 live[key] = storage_bytes(node, tensor)
         peak = max(peak, sum(live.values()) - sum(live[k] for k in returned if k in live))
-        if i >= num_forward - 1:
+        if i >= num_forward - 1 and _ends_autograd_node(steps, i):
             for key in [k for k in live if last_use[k] <= i and k not in returned]:
                 del live[key]
     return peak
+
+
+def _ends_autograd_node(steps: Sequence[fx.Node], index: int) -> bool:
+    """Whether the next call belongs to another node of autograd: calls of one share its sequence number."""
+    present, following = (n.meta.get("seq_nr") for n in (*steps[index : index + 2], steps[-1])[:2])
+    return index + 1 == len(steps) or present is None or present != following
 
 
 def _after(marks: Iterable[fx.Node], nodes: Sequence[fx.Node]) -> set[fx.Node]:

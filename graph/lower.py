@@ -115,6 +115,7 @@ def lower(
     forward, backward = split_phases(joint)
     paths = module_paths(graph)
     for node in forward:
+        purity.check_draw_order(node)
         _add_call(build, node, "forward", device, paths[node])
     _mark_outputs(build)
     _add_copy_back(build)

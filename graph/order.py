@@ -12,18 +12,20 @@ def split_phases(joint: JointGraph) -> tuple[list[fx.Node], list[fx.Node]]:
     """Calls that run in the forward and calls that run in the backward, each in graph order.
 
     Backward is what depends on a tangent, and what autograd added there (its nodes are tagged) without being needed by
-    an output of the forward.
+    an output of the forward. Of what nobody reads only random draws are run, since they move the generator on, and
+    writes; with everything that they are computed from.
     """
     graph = joint.graph_module.graph
     needed = ancestors([n for n in joint.forward_outputs if isinstance(n, fx.Node)])
-    alive = ancestors([joint.output_node])
+    effects = [n for n in graph.nodes if purity.is_random(n) or writes(n)]
+    alive = ancestors([joint.output_node, *effects])
     after = set(joint.tangents)
     forward: list[fx.Node] = []
     backward: list[fx.Node] = []
     for node in graph.nodes:
         if node.op in ("placeholder", "output", "get_attr"):
             continue
-        if node not in alive and not purity.is_random(node) and not writes(node):
+        if node not in alive:
             continue
         if any(n in after for n in node.all_input_nodes):
             after.add(node)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from placemat.graph.errors import UnsupportedFeature
+from placemat.graph.sources import user_line
 from placemat.graph.storages import argument
 
 # Namespaces whose ops are functional unless their schema or tags say otherwise. Custom libraries are not known to be.
@@ -33,6 +35,24 @@ def is_random(node: fx.Node) -> bool:
 def owns_generator(node: fx.Node) -> bool:
     """Whether a random op draws from a generator of the user's instead of the device's default one."""
     return argument(node, "generator", None) is not None
+
+
+def check_draw_order(node: fx.Node) -> None:
+    """Refuse the one random op whose functional form draws in another order than what it stands for.
+
+    `x.bernoulli_(p)`, and with it dropout in place without a gradient, goes through x in the order of its memory; the
+    `aten.bernoulli.p` that it becomes in a graph makes a contiguous result (Distributions.cpp).
+
+    Raises:
+        UnsupportedFeature: with the user's line.
+    """
+    if node.target is not torch.ops.aten.bernoulli.p or node.args[0].meta["val"].is_contiguous():  # type: ignore[union-attr]
+        return
+    raise UnsupportedFeature(
+        "the forward draws Bernoulli numbers (bernoulli_, or dropout in place) into a tensor that is not contiguous; "
+        f"they would come in another order. At {user_line(node.meta.get('stack_trace')) or 'an unknown line'}. "
+        "Remedy: .contiguous() before it, or dropout that is not in place."
+    )
 
 
 def declared_impurity(target: torch._ops.OpOverload) -> str | None:

@@ -19,6 +19,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
 from torch.autograd import ProfilerConfig, ProfilerState
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -86,6 +87,9 @@ def compile_settings() -> Iterator[None]:
             # Otherwise Dynamo draws numpy's random numbers from torch's generator; now such a call ends the capture.
             use_numpy_random_stream=True,
         ),
+        # Dead random ops move the generator on in eager. FX's removal of dead code spares them only under this setting
+        # (torch/fx/graph.py, eliminate_dead_code), whatever the backend.
+        inductor_config.patch(fallback_random=True),
         read_at_run_time(),
     ):
         yield

@@ -151,7 +151,6 @@ def _check_tangents(present: Sequence[bool], planned: frozenset[int]) -> None:
 
 
 def _specialized(step: EmittedStep, present: Sequence[bool]) -> Boxed:
-    graph_module = fx.GraphModule(step.backward, fx.Graph())
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(step.backward.graph, copies))
@@ -160,5 +159,4 @@ def _specialized(step: EmittedStep, present: Sequence[bool]) -> Boxed:
     tangents = list(graph.find_nodes(op="placeholder"))[step.num_saved :]
     absent = [t for t, there in zip(tangents, present, strict=True) if not there]
     gradients.prune_tangents(graph, absent)
-    graph_module.graph = graph
-    return boxed_function(graph_module, "backward")
+    return boxed_function(fx.GraphModule(step.backward, graph), "backward")

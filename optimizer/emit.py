@@ -47,14 +47,17 @@ def emit(lowering: Lowering, schedule: Schedule) -> EmittedStep:
     gradients = [backward.get(g) if isinstance(g, fx.Node) else g for g in lowering.joint.gradients]
     saved = list(backward.saved)
     forward.graph.output((*forward.outputs(), *(forward.get_saved(n) for n in saved)))
-    _add_tangents(backward)
     backward.graph.output(tuple(gradients))
+    _add_tangents(backward)
     owner = lowering.joint.graph_module
     return EmittedStep(fx.GraphModule(owner, forward.graph), fx.GraphModule(owner, backward.graph), len(saved))
 
 
 def _add_tangents(backward: _Side) -> None:
-    """All tangents, in order, after the saved tensors: AOT passes each, used or not."""
+    """All tangents, in order, after the saved tensors: AOT passes each, used or not.
+
+    The output is there already: a tangent may itself be a gradient.
+    """
     for node in backward.lowering.joint.tangents:
         used = backward.tangents.get(node)
         fresh = backward.add_placeholder(node)

@@ -2,8 +2,9 @@
 
 Layers and operators come from `random_pieces`. Not drawn, because they are known to differ by rounding or in zeros
 (README, Limits): bilinear and bicubic interpolation, dropout on 16-bit tensors, weights used twice in an autocast
-region that the forward opens itself, several calls of a module before one backward, and functions of a user's own with
-several outputs. The gradients that arrive from outside have the memory format of their outputs.
+region that the forward opens itself, several calls of a module before one backward, functions of a user's own with
+several outputs, and losses that reach an input through an output that is the input itself. The gradients that arrive
+from outside have the memory format of their outputs.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def _draw_result(sketch: Sketch, loss: str) -> tuple[str, tuple[str, ...]]:
     """The returned expression, and the parts of it that the loss reaches."""
     choose = sketch.choose
     trained = [n for n, t in sketch.values.items() if t.requires_grad and t.is_floating_point() and t.numel()]
-    made = [n for n in trained if n.startswith("v")] or trained
+    inputs = {id(sketch.values[name]) for name, _ in sketch.inputs}
+    made = [n for n in trained if id(sketch.values[n]) not in inputs]
     ends = list(dict.fromkeys([*made[-2:], *choose.sample(made, min(2, len(made)))]))
     if loss == "inside":
         text = " + ".join(f"{n}.float().square().mean()" for n in ends)
@@ -60,7 +62,7 @@ def _draw_result(sketch: Sketch, loss: str) -> tuple[str, tuple[str, ...]]:
     else:
         text = f"[{', '.join(parts)}]" if form == "list" else f"({', '.join(parts)},)"
         paths = [f"out[{i}]" for i in range(len(parts))]
-    usable = [path for path, part in zip(paths, parts, strict=True) if part in trained]
+    usable = [path for path, part in zip(paths, parts, strict=True) if part in made]
     return text, tuple(choose.sample(usable, choose.randint(1, len(usable))))
 
 
@@ -72,7 +74,7 @@ def random_program(choose: random.Random) -> Program | None:
         _draw_inputs(sketch)
         for _ in range(choose.choice((2, 4, 6, 8, 10, 14))):
             choose.choice(PIECES)(sketch)
-        if not any(t.requires_grad for t in sketch.values.values()):
+        if not any(t.requires_grad for name, t in sketch.values.items() if name.startswith("v")):
             return None
         loss = choose.choice(("inside", "loss_fn", "outside"))
         result, reached = _draw_result(sketch, loss)

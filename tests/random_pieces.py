@@ -370,7 +370,9 @@ def in_place(s: Sketch) -> None:
 
 @piece(4)
 def reuse(s: Sketch) -> None:
-    fitting = [(m, x) for m, shape, dtype in s.calls for x, t in s.values.items() if (shape, dtype) == (t.shape, t.dtype)]
+    fitting = [
+        (m, x) for m, shape, dtype in s.calls for x, t in s.values.items() if (shape, dtype) == (t.shape, t.dtype)
+    ]
     if fitting:
         module, x = s.choose.choice(fitting[-6:])
         s.value(f"{module}({x})")
@@ -395,7 +397,9 @@ def tied(s: Sketch) -> None:
 @piece(3)
 def detached(s: Sketch) -> None:
     if x := s.pick():
-        s.value(s.choose.choice((f"{x}.detach() * 2", f"{x}.detach()", f"{x} * {x}.detach().sigmoid()", f"{x}.data + 1")))
+        s.value(
+            s.choose.choice((f"{x}.detach() * 2", f"{x}.detach()", f"{x} * {x}.detach().sigmoid()", f"{x}.data + 1"))
+        )
 
 
 @piece(4)
@@ -469,7 +473,7 @@ def own_operator(s: Sketch) -> None:
     if x := s.pick(_is_single):
         if s.maybe(0.2):
             if y := s.value(f"{x} * 1.0"):
-                s.statement(f"noise_({y}.detach())" if s.maybe(0.5) else f"noise_({y})")
+                s.statement(f"halve_({y}.detach())" if s.maybe(0.5) else f"halve_({y})")
         else:
             s.value(s.choose.choice((f"Squash.apply({x}, 1.5)", f"StraightThrough.apply({x})", f"wave({x})")))
 
@@ -513,5 +517,5 @@ def wrapped(s: Sketch) -> None:
 
 @piece(2)
 def hooked(s: Sketch) -> None:
-    if (x := s.pick(lambda t: t.requires_grad)) and x.startswith("v") and s.maybe(0.5):
-        s.statement(f"{x}.register_hook(lambda g: g * 0.5)")
+    if (x := s.pick(lambda t: t.requires_grad)) and x.startswith("v"):
+        s.statement(f"if {x}.requires_grad: {x}.register_hook(lambda g: g * 0.5)")

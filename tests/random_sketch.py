@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.random_operators import Scores, Squash, StraightThrough, noise_, wave
+from tests.random_operators import Scores, Squash, StraightThrough, halve_, wave
 """
 _MOST_ELEMENTS = 2048
 _LARGEST = 1e4
@@ -63,7 +63,9 @@ class Program:
         """Without attributes that no line names."""
         used, kept = _attributes_in(" ".join((*self.body, self.result))), []
         for line in reversed(self.attributes):
-            target = line.split('"')[1] if line.startswith("self.register_buffer") else line[5:].split()[0].split(".")[0]
+            target = (
+                line.split('"')[1] if line.startswith("self.register_buffer") else line[5:].split()[0].split(".")[0]
+            )
             if target in used:
                 kept.append(line)
                 used |= _attributes_in(line)

@@ -203,7 +203,12 @@ def losses_and_lookups() -> Iterator[Case]:
     yield aten.index_put.default, (ones(64, 32), [index], ones(16, 32), True)
     yield aten.index_put.default, (ones(64, 32), [index.int()], ones(16, 32), True)
     yield aten.gather.default, (ones(64, 32), 1, zeros64(64, 4))
-    yield aten.scatter_add.default, (ones(64, 32), 1, zeros64(64, 4), ones(64, 4))
+    for make in (ones, half):
+        yield aten.gather.default, (make(64, 32), 1, zeros64(32, 16))
+        for shape in ((64, 4), (10, 20)):
+            yield aten.scatter_add.default, (make(64, 32), 1, zeros64(*shape), make(*shape))
+            yield aten.scatter.src, (make(64, 32), 0, zeros64(*shape), make(*shape))
+            yield aten.scatter_reduce.two, (make(64, 32), 1, zeros64(*shape), make(*shape), "amax")
 
 
 def images() -> Iterator[Case]:
@@ -337,6 +342,16 @@ def test_per_thread_buffers_follow_the_thread_count(cases: Callable[[], Iterator
 def test_bound_is_never_exceeded(num_threads: int, two_threads: int) -> None:
     torch.set_num_threads(num_threads)
     wrong, _ = _mismatches(bounds(), num_threads, lambda predicted, measured: predicted >= measured)
+    assert not wrong, "\n".join(wrong)
+
+
+def test_scattered_means_take_no_more_than_the_formula() -> None:
+    def cases() -> Iterator[Case]:
+        for make in (ones, half):
+            for shape in ((64, 4), (10, 20), (64, 32)):
+                yield aten.scatter_reduce.two, (make(64, 32), 1, zeros64(*shape), make(*shape), "mean")
+
+    wrong, _ = _mismatches(cases(), 1, lambda predicted, measured: measured <= predicted)
     assert not wrong, "\n".join(wrong)
 
 
