@@ -82,7 +82,7 @@ def compile_settings() -> Iterator[None]:
             optimize_ddp=False,
             ignore_logger_methods=ignored,
             suppress_errors=False,
-            # What it traces such layers into gives other bits than the kernels that eager runs (see graph/recurrent.py).
+            # What it makes of such layers gives other bits than the kernels that eager runs (graph/recurrent.py).
             allow_rnn=False,
             # Otherwise Dynamo draws numpy's random numbers from torch's generator; now such a call ends the capture.
             use_numpy_random_stream=True,
