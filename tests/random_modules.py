@@ -3,8 +3,8 @@
 Layers and operators come from `random_pieces`. Not drawn, because they are known to differ by rounding or in zeros
 (README, Limits): bilinear and bicubic interpolation, dropout on 16-bit tensors, weights used twice in an autocast
 region that the forward opens itself, several calls of a module before one backward, functions of a user's own with
-several outputs, and losses that reach an input through an output that is the input itself. The gradients that arrive
-from outside have the memory format of their outputs.
+several outputs, and losses that reach an output that is an input or shares its storage with another output. The
+gradients that arrive from outside have the memory format of their outputs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _draw_result(sketch: Sketch, loss: str) -> tuple[str, tuple[str, ...]]:
             return text, ("out",)
         return f"{{'loss': {text}, 'logits': {ends[0]}.detach(), 'steps': 3}}", ("out['loss']",)
     parts = [*ends[: choose.choice((1, 2, 3))], *choose.sample(sorted(sketch.values), 1)]
-    parts += choose.choice(([], [], ["None"], ["2.5"], [parts[0]], [f"{parts[0]}.detach()"], ["'text'"]))
+    parts += choose.choice(([], [], ["None"], ["2.5"], [parts[0]], ["'text'"]))
+    parts = [p for p in parts if p == parts[0] or not _shares_storage(sketch, p, parts[0])]
     form = choose.choice(("tensor", "tuple", "list", "dict", "class", "nested"))
     if form == "tensor":
         return parts[0], ("out",)
@@ -62,8 +63,14 @@ def _draw_result(sketch: Sketch, loss: str) -> tuple[str, tuple[str, ...]]:
     else:
         text = f"[{', '.join(parts)}]" if form == "list" else f"({', '.join(parts)},)"
         paths = [f"out[{i}]" for i in range(len(parts))]
-    usable = [path for path, part in zip(paths, parts, strict=True) if part in made]
+    lonely = [p for p in made if not any(p != q and _shares_storage(sketch, p, q) for q in parts)]
+    usable = [path for path, part in zip(paths, parts, strict=True) if part in lonely]
     return text, tuple(choose.sample(usable, choose.randint(1, len(usable))))
+
+
+def _shares_storage(sketch: Sketch, first: str, second: str) -> bool:
+    tensors = [sketch.values.get(name) for name in (first, second)]
+    return len({t.untyped_storage().data_ptr() for t in tensors if t is not None}) == 1 and None not in tensors
 
 
 def random_program(choose: random.Random) -> Program | None:
