@@ -49,18 +49,9 @@ def cumulative_batch_norm(
 
 
 @cumulative_batch_norm.register_fake
-def _fake(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    training: bool,
-    count: Tensor,
-    eps: float,
-) -> _Statistics:
-    results = aten._native_batch_norm_legit_functional(x, weight, bias, running_mean, running_var, training, 1.0, eps)
-    return tuple(results)
+def _fake(*args: Any) -> _Statistics:
+    *tensors_and_mode, _count, eps = args
+    return tuple(aten._native_batch_norm_legit_functional(*tensors_and_mode, 1.0, eps))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: _Statistics) -> None:

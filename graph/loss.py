@@ -173,8 +173,10 @@ def _workspace_bytes(whole: JointGraph) -> int:
 
 def _ends_autograd_node(steps: Sequence[fx.Node], index: int) -> bool:
     """Whether the next call belongs to another node of autograd: calls of one share its sequence number."""
-    present, following = (n.meta.get("seq_nr") for n in (*steps[index : index + 2], steps[-1])[:2])
-    return index + 1 == len(steps) or present is None or present != following
+    if index + 1 == len(steps):
+        return True
+    present, following = (steps[i].meta.get("seq_nr") for i in (index, index + 1))
+    return present is None or present != following
 
 
 def _after(marks: Iterable[fx.Node], nodes: Sequence[fx.Node]) -> set[fx.Node]:

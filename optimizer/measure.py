@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from placemat.graph import torch_private
 from placemat.graph.errors import PlacematError
 from placemat.units import format_bytes
 
@@ -88,7 +89,7 @@ def _measure_cuda(step: Callable[[], object], device: torch.device) -> Measureme
 
 
 def _measure_cpu(step: Callable[[], object]) -> Measurement:
-    if torch.autograd._profiler_enabled():
+    if torch_private.is_profiling():
         raise PlacematError("`measure` records with PyTorch's profiler and one is already running: stop it first.")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         start_s = time.perf_counter()

@@ -62,7 +62,8 @@ class FamilySearch:
         self.contraction = contract(incumbent.problem, phases, is_tight=is_tight)
         self.problem = self.contraction.problem
         self.has_one_cut = phases.cuts[1:-1] == (default_cut(self.problem),)
-        self.refinement = Refinement(self.problem, phases, incumbent.budget_bytes, self._first_grid())
+        self.refinement = Refinement(self.problem, phases, incumbent.budget_bytes, set())
+        self.look_at_incumbent()
 
     def is_closed(self) -> bool:
         """Objective and bound agree within the gap; the tie-break alone may hold them apart by its own size."""
@@ -104,11 +105,12 @@ class FamilySearch:
         if answer.values is not None and self.has_one_cut:
             for threshold in RELAXED_THRESHOLDS:
                 self._repair(built.model, answer.values, threshold)
-            self.refinement.grid |= self._first_grid()
+            self.look_at_incumbent()
 
-    def _first_grid(self) -> set[int]:
+    def look_at_incumbent(self) -> None:
+        """Let the next model have rows where the best plan so far is full."""
         incumbent = self.incumbent
-        return first_grid(incumbent.problem, self.phases, incumbent.schedule, incumbent.budget_bytes)
+        self.refinement.grid |= first_grid(incumbent.problem, self.phases, incumbent.schedule, incumbent.budget_bytes)
 
     def _improve(self, time_limit_s: float) -> None:
         """Neighborhoods of the incumbent, larger ones once so many in a row gave no better plan and no missing row."""

@@ -132,7 +132,7 @@ class _Rungs:
         is_tight = self._offer_starts(search, starts) > TIGHT_SHARE * self.incumbent.budget_bytes
         if self.incumbent.budget_bytes < static_lower_bound(self.incumbent.problem):
             return
-        search = self._search_first(is_tight)
+        search = self._search_first(search, is_tight)
         share = CLIMBING_SHARE if search.is_closed() else 1.0
         climbing_until = time.monotonic() + share * self.incumbent.seconds_left()
         for family in self.families[1:]:
@@ -150,13 +150,14 @@ class _Rungs:
             search.run()
         self.limit = search.limit
 
-    def _search_first(self, is_tight: bool) -> FamilySearch:
+    def _search_first(self, large: FamilySearch, is_tight: bool) -> FamilySearch:
         """The first family; under a tight budget first with large groups of ops and then, if need be, small ones."""
-        searches = [self._search(self.families[0])]
+        searches = [large]
+        large.look_at_incumbent()
         if is_tight:
             small = self._search(self.families[0], is_tight=True)
-            if small.contraction.groups != searches[0].contraction.groups:
-                searches[0].deadline = time.monotonic() + LARGE_GROUPS_SHARE * self.incumbent.seconds_left()
+            if small.contraction.groups != large.contraction.groups:
+                large.deadline = time.monotonic() + LARGE_GROUPS_SHARE * self.incumbent.seconds_left()
                 searches.append(small)
         self.searches.clear()
         for search in searches:

@@ -83,22 +83,18 @@ def dropout(s: Sketch) -> None:
 @piece(3)
 def random_numbers(s: Sketch) -> None:
     if x := s.pick(_is_single):
-        s.value(
-            s.choose.choice(
-                (
-                    f"{x} + torch.randn_like({x}) * 0.1",
-                    f"{x} * torch.bernoulli(torch.full_like({x}, 0.7))",
-                    f"F.dropout({x}, 0.25, training=True)",
-                    f"F.gumbel_softmax({x}, dim=-1)",
-                    f"{x} + torch.rand({x}.shape[-1], dtype={x}.dtype)",
-                    f"{x}[torch.randperm({x}.shape[0])]",
-                    f"torch.normal({x}, 0.5)",
-                    f"{x} * {x}.detach().sigmoid().bernoulli()",
-                    f"{x} * torch.empty_like({x}).exponential_()",
-                    f"{x} + torch.empty_like({x}).uniform_(-1, 1)",
-                    f"{x}.clone().add_(torch.randint(0, 3, {x}.shape))",
-                )
-            )
+        s.one_of(
+            f"{x} + torch.randn_like({x}) * 0.1",
+            f"{x} * torch.bernoulli(torch.full_like({x}, 0.7))",
+            f"F.dropout({x}, 0.25, training=True)",
+            f"F.gumbel_softmax({x}, dim=-1)",
+            f"{x} + torch.rand({x}.shape[-1], dtype={x}.dtype)",
+            f"{x}[torch.randperm({x}.shape[0])]",
+            f"torch.normal({x}, 0.5)",
+            f"{x} * {x}.detach().sigmoid().bernoulli()",
+            f"{x} * torch.empty_like({x}).exponential_()",
+            f"{x} + torch.empty_like({x}).uniform_(-1, 1)",
+            f"{x}.clone().add_(torch.randint(0, 3, {x}.shape))",
         )
 
 
@@ -131,7 +127,7 @@ def pooling(s: Sketch) -> None:
     kinds += [f"F.adaptive_avg_pool{dim}d({x}, 1)", f"F.max_pool{dim}d({x}, 3, stride=1, padding=1)"]
     kinds += [f"F.pad({x}, (1, 1), mode={mode!r})" for mode in ("reflect", "replicate", "circular")] if dim == 1 else []
     kinds += [f"F.pixel_unshuffle({x}, 2)", f"F.unfold({x}, 2)", f"F.channel_shuffle({x}, 2)"] if dim == 2 else []
-    s.value(s.choose.choice(kinds))
+    s.one_of(*kinds)
 
 
 @piece(4)
@@ -176,29 +172,25 @@ def join(s: Sketch) -> None:
     t = s.values[x]
     if not (y := s.pick(lambda u: u.shape == t.shape and u.dtype == t.dtype)):
         return
-    s.value(
-        s.choose.choice(
-            (
-                f"{x} + {y}",
-                f"{x} * {y}",
-                f"{x} - 0.5 * {y}",
-                f"torch.cat([{x}, {y}], -1)",
-                f"torch.stack([{x}, {y}]).mean(0)",
-                f"torch.cat([{x}, {y}, {x}], 0)",
-                f"torch.maximum({x}, {y})",
-                f"{x} @ {y}.transpose(-1, -2)",
-                f"torch.where({x} > 0, {x}, {y})",
-                f"torch.lerp({x}, {y}, 0.3)",
-                f"torch.addcmul({x}, {x}, {y}, value=0.5)",
-                f"F.mse_loss({x}, {y}, reduction='none')",
-                f"F.cosine_similarity({x}, {y}, dim=-1)",
-                f"torch.einsum('...i,...j->...ij', {x}, {y})",
-                f"{x} / (1 + {y}.abs())",
-                f"torch.cdist({x}, {y})",
-                f"torch.atan2({x}, {y})",
-                f"torch.hypot({x}, {y})",
-            )
-        )
+    s.one_of(
+        f"{x} + {y}",
+        f"{x} * {y}",
+        f"{x} - 0.5 * {y}",
+        f"torch.cat([{x}, {y}], -1)",
+        f"torch.stack([{x}, {y}]).mean(0)",
+        f"torch.cat([{x}, {y}, {x}], 0)",
+        f"torch.maximum({x}, {y})",
+        f"{x} @ {y}.transpose(-1, -2)",
+        f"torch.where({x} > 0, {x}, {y})",
+        f"torch.lerp({x}, {y}, 0.3)",
+        f"torch.addcmul({x}, {x}, {y}, value=0.5)",
+        f"F.mse_loss({x}, {y}, reduction='none')",
+        f"F.cosine_similarity({x}, {y}, dim=-1)",
+        f"torch.einsum('...i,...j->...ij', {x}, {y})",
+        f"{x} / (1 + {y}.abs())",
+        f"torch.cdist({x}, {y})",
+        f"torch.atan2({x}, {y})",
+        f"torch.hypot({x}, {y})",
     )
 
 
@@ -206,33 +198,29 @@ def join(s: Sketch) -> None:
 def shape(s: Sketch) -> None:
     if x := s.pick(lambda t: t.ndim >= 2):
         n = s.values[x].shape[-1]
-        s.value(
-            s.choose.choice(
-                (
-                    f"{x}.transpose(-1, -2)",
-                    f"{x}.reshape({x}.shape[0], -1)",
-                    f"{x}.flatten(1)",
-                    f"{x}.movedim(0, -1)",
-                    f"{x}.unsqueeze(1)",
-                    f"{x}.squeeze()",
-                    f"{x}.unsqueeze(0).expand(2, *{x}.shape)",
-                    f"{x}.repeat_interleave(2, 0)",
-                    f"{x}[..., : {max(1, n // 2)}]",
-                    f"{x}[:, 0]",
-                    f"{x}[:, ::2]",
-                    f"{x}.flip(-1)",
-                    f"{x}.roll(1, -1)",
-                    f"{x}.unfold(-1, 2, 1)",
-                    f"{x}.diagonal(dim1=-2, dim2=-1)",
-                    f"F.pad({x}, (1, 0))",
-                    f"{x}.tril()",
-                    f"{x}.contiguous()",
-                    f"{x}.mT.contiguous()",
-                    f"{x}.select(-1, 0)",
-                    f"{x}.as_strided(({n},), (1,))",
-                    f"{x}.view_as({x})",
-                )
-            )
+        s.one_of(
+            f"{x}.transpose(-1, -2)",
+            f"{x}.reshape({x}.shape[0], -1)",
+            f"{x}.flatten(1)",
+            f"{x}.movedim(0, -1)",
+            f"{x}.unsqueeze(1)",
+            f"{x}.squeeze()",
+            f"{x}.unsqueeze(0).expand(2, *{x}.shape)",
+            f"{x}.repeat_interleave(2, 0)",
+            f"{x}[..., : {max(1, n // 2)}]",
+            f"{x}[:, 0]",
+            f"{x}[:, ::2]",
+            f"{x}.flip(-1)",
+            f"{x}.roll(1, -1)",
+            f"{x}.unfold(-1, 2, 1)",
+            f"{x}.diagonal(dim1=-2, dim2=-1)",
+            f"F.pad({x}, (1, 0))",
+            f"{x}.tril()",
+            f"{x}.contiguous()",
+            f"{x}.mT.contiguous()",
+            f"{x}.select(-1, 0)",
+            f"{x}.as_strided(({n},), (1,))",
+            f"{x}.view_as({x})",
         )
 
 
@@ -248,87 +236,75 @@ def split(s: Sketch) -> None:
 def index(s: Sketch) -> None:
     if x := s.pick(lambda t: t.ndim >= 2 and t.shape[0] >= 2):
         order = f"{x}.detach().argsort(-1)"
-        s.value(
-            s.choose.choice(
-                (
-                    f"{x}.gather(-1, {order})",
-                    f"torch.zeros_like({x}).scatter(-1, {order}, {x})",
-                    f"torch.zeros_like({x}).scatter_add(-1, {order} // 2, {x})",
-                    f"{x}.index_select(0, torch.tensor([1, 0, 1]))",
-                    f"{x}[torch.tensor([0, 0, 1])]",
-                    f"{x}[:, torch.tensor([0, 0])]",
-                    f"torch.zeros_like({x}).index_add(0, torch.arange({x}.shape[0]) // 2, {x})",
-                    f"torch.zeros_like({x}).index_put((torch.tensor([0, 1]),), {x}[:2], accumulate=True)",
-                    f"{x}.masked_fill({x} > 0.5, 0.1)",
-                    f"torch.where({x}.detach() > 0, {x}, torch.zeros_like({x}))",
-                    f"{x}.take_along_dim({order}, -1)",
-                    f"{x}.clone().index_copy(0, torch.tensor([1]), {x}[:1])",
-                    f"{x}.masked_scatter({x} > 0, {x}.detach())",
-                    f"{x}.scatter_reduce(-1, {order}, {x}, 'amax')",
-                )
-            )
+        s.one_of(
+            f"{x}.gather(-1, {order})",
+            f"torch.zeros_like({x}).scatter(-1, {order}, {x})",
+            f"torch.zeros_like({x}).scatter_add(-1, {order} // 2, {x})",
+            f"{x}.index_select(0, torch.tensor([1, 0, 1]))",
+            f"{x}[torch.tensor([0, 0, 1])]",
+            f"{x}[:, torch.tensor([0, 0])]",
+            f"torch.zeros_like({x}).index_add(0, torch.arange({x}.shape[0]) // 2, {x})",
+            f"torch.zeros_like({x}).index_put((torch.tensor([0, 1]),), {x}[:2], accumulate=True)",
+            f"{x}.masked_fill({x} > 0.5, 0.1)",
+            f"torch.where({x}.detach() > 0, {x}, torch.zeros_like({x}))",
+            f"{x}.take_along_dim({order}, -1)",
+            f"{x}.clone().index_copy(0, torch.tensor([1]), {x}[:1])",
+            f"{x}.masked_scatter({x} > 0, {x}.detach())",
+            f"{x}.scatter_reduce(-1, {order}, {x}, 'amax')",
         )
 
 
 @piece(5)
 def reduction(s: Sketch) -> None:
     if x := s.pick(lambda t: t.ndim >= 1):
-        s.value(
-            s.choose.choice(
-                (
-                    f"{x}.softmax(-1)",
-                    f"{x}.log_softmax(-1)",
-                    f"{x}.logsumexp(-1, keepdim=True)",
-                    f"{x}.cumsum(-1)",
-                    f"{x}.cumprod(-1)",
-                    f"{x}.logcumsumexp(-1)",
-                    f"{x}.cummax(-1).values",
-                    f"{x}.mean(0)",
-                    f"{x}.sum(-1, keepdim=True)",
-                    f"{x}.amax(-1)",
-                    f"{x}.max(-1).values",
-                    f"{x}.sort(-1).values",
-                    f"{x}.topk(1, -1).values",
-                    f"{x}.median(-1).values",
-                    f"{x}.kthvalue(1, -1).values",
-                    f"{x}.std(-1, keepdim=True)",
-                    f"{x}.var(0)",
-                    f"{x}.norm(dim=-1)",
-                    f"F.normalize({x}, dim=-1)",
-                    f"{x}.prod(-1)",
-                    f"torch.std_mean({x}, -1)[0]",
-                    f"F.cross_entropy({x}, torch.zeros(len({x}), dtype=torch.long))",
-                    f"F.smooth_l1_loss({x}, torch.zeros_like({x}))",
-                    f"F.binary_cross_entropy_with_logits({x}, torch.ones_like({x}))",
-                    f"F.kl_div({x}.log_softmax(-1), {x}.detach().softmax(-1), reduction='batchmean')",
-                )
-            )
+        s.one_of(
+            f"{x}.softmax(-1)",
+            f"{x}.log_softmax(-1)",
+            f"{x}.logsumexp(-1, keepdim=True)",
+            f"{x}.cumsum(-1)",
+            f"{x}.cumprod(-1)",
+            f"{x}.logcumsumexp(-1)",
+            f"{x}.cummax(-1).values",
+            f"{x}.mean(0)",
+            f"{x}.sum(-1, keepdim=True)",
+            f"{x}.amax(-1)",
+            f"{x}.max(-1).values",
+            f"{x}.sort(-1).values",
+            f"{x}.topk(1, -1).values",
+            f"{x}.median(-1).values",
+            f"{x}.kthvalue(1, -1).values",
+            f"{x}.std(-1, keepdim=True)",
+            f"{x}.var(0)",
+            f"{x}.norm(dim=-1)",
+            f"F.normalize({x}, dim=-1)",
+            f"{x}.prod(-1)",
+            f"torch.std_mean({x}, -1)[0]",
+            f"F.cross_entropy({x}, torch.zeros(len({x}), dtype=torch.long))",
+            f"F.smooth_l1_loss({x}, torch.zeros_like({x}))",
+            f"F.binary_cross_entropy_with_logits({x}, torch.ones_like({x}))",
+            f"F.kl_div({x}.log_softmax(-1), {x}.detach().softmax(-1), reduction='batchmean')",
         )
 
 
 @piece(5)
 def pointwise(s: Sketch) -> None:
     if x := s.pick():
-        s.value(
-            s.choose.choice(
-                (
-                    f"{x}.exp().clamp(max=3.0)",
-                    f"{x}.sin()",
-                    f"{x}.square()",
-                    f"{x}.abs().sqrt()",
-                    f"torch.special.erf({x})",
-                    f"{x}.clamp(-0.5, 0.5)",
-                    f"{x}.abs().add(1).log()",
-                    f"{x}.abs().add(1).pow(1.5)",
-                    f"{x}.sigmoid() * {x}",
-                    f"{x}.nan_to_num()",
-                    f"{x}.abs().add(0.5).rsqrt()",
-                    f"torch.special.xlogy({x}.abs(), {x}.abs() + 1)",
-                    f"torch.fmod({x}, 1.0)",
-                    f"{x}.abs().add(0.5).lgamma()",
-                    f"{x} * torch.arange({x}.shape[-1]).cos().to({x}.dtype)" if s.values[x].ndim else f"-{x}",
-                )
-            )
+        s.one_of(
+            f"{x}.exp().clamp(max=3.0)",
+            f"{x}.sin()",
+            f"{x}.square()",
+            f"{x}.abs().sqrt()",
+            f"torch.special.erf({x})",
+            f"{x}.clamp(-0.5, 0.5)",
+            f"{x}.abs().add(1).log()",
+            f"{x}.abs().add(1).pow(1.5)",
+            f"{x}.sigmoid() * {x}",
+            f"{x}.nan_to_num()",
+            f"{x}.abs().add(0.5).rsqrt()",
+            f"torch.special.xlogy({x}.abs(), {x}.abs() + 1)",
+            f"torch.fmod({x}, 1.0)",
+            f"{x}.abs().add(0.5).lgamma()",
+            f"{x} * torch.arange({x}.shape[-1]).cos().to({x}.dtype)" if s.values[x].ndim else f"-{x}",
         )
 
 
@@ -337,9 +313,9 @@ def in_place(s: Sketch) -> None:
     """On intermediates, their copies and their views."""
     if not (x := s.pick(lambda t: t.ndim >= 2)):
         return
-    if s.maybe(0.6) and not (x := s.value(s.choose.choice((f"{x}.clone()", f"{x} + 1", f"{x} * 0.5")))):
+    if s.maybe(0.6) and not (x := s.one_of(f"{x}.clone()", f"{x} + 1", f"{x} * 0.5")):
         return
-    if s.maybe(0.4) and not (x := s.value(s.choose.choice((f"{x}[:1]", f"{x}.transpose(0, 1)", f"{x}[:, 1:]")))):
+    if s.maybe(0.4) and not (x := s.one_of(f"{x}[:1]", f"{x}.transpose(0, 1)", f"{x}[:, 1:]")):
         return
     s.statement(
         s.choose.choice(
@@ -397,9 +373,7 @@ def tied(s: Sketch) -> None:
 @piece(3)
 def detached(s: Sketch) -> None:
     if x := s.pick():
-        s.value(
-            s.choose.choice((f"{x}.detach() * 2", f"{x}.detach()", f"{x} * {x}.detach().sigmoid()", f"{x}.data + 1"))
-        )
+        s.one_of(f"{x}.detach() * 2", f"{x}.detach()", f"{x} * {x}.detach().sigmoid()", f"{x}.data + 1")
 
 
 @piece(4)
@@ -437,34 +411,26 @@ def buffer(s: Sketch) -> None:
 @piece(2)
 def spectral(s: Sketch) -> None:
     if x := s.pick(lambda t: t.ndim >= 1 and _is_single(t) and t.shape[-1] >= 2):
-        s.value(
-            s.choose.choice(
-                (
-                    f"torch.fft.rfft({x}).abs()",
-                    f"torch.fft.rfft({x}).real",
-                    f"torch.fft.irfft(torch.fft.rfft({x}) * 2, n={x}.shape[-1])",
-                    f"torch.fft.fft({x}).imag",
-                    f"torch.view_as_real(torch.fft.rfft({x})).sum(-1)",
-                    f"torch.complex({x}, {x} * 2).angle()",
-                    f"torch.polar({x}.abs(), {x}).real",
-                )
-            )
+        s.one_of(
+            f"torch.fft.rfft({x}).abs()",
+            f"torch.fft.rfft({x}).real",
+            f"torch.fft.irfft(torch.fft.rfft({x}) * 2, n={x}.shape[-1])",
+            f"torch.fft.fft({x}).imag",
+            f"torch.view_as_real(torch.fft.rfft({x})).sum(-1)",
+            f"torch.complex({x}, {x} * 2).angle()",
+            f"torch.polar({x}.abs(), {x}).real",
         )
 
 
 @piece(2)
 def contraction(s: Sketch) -> None:
     if x := s.pick(lambda t: t.ndim == 3):
-        s.value(
-            s.choose.choice(
-                (
-                    f"torch.einsum('bij,bkj->bik', {x}, {x})",
-                    f"torch.bmm({x}, {x}.transpose(1, 2))",
-                    f"torch.baddbmm({x} @ {x}.mT, {x}, {x}.mT)",
-                    f"torch.einsum('bij->bj', {x})",
-                    f"torch.tensordot({x}, {x}, dims=([1, 2], [1, 2]))",
-                )
-            )
+        s.one_of(
+            f"torch.einsum('bij,bkj->bik', {x}, {x})",
+            f"torch.bmm({x}, {x}.transpose(1, 2))",
+            f"torch.baddbmm({x} @ {x}.mT, {x}, {x}.mT)",
+            f"torch.einsum('bij->bj', {x})",
+            f"torch.tensordot({x}, {x}, dims=([1, 2], [1, 2]))",
         )
 
 
@@ -475,13 +441,13 @@ def own_operator(s: Sketch) -> None:
             if y := s.value(f"{x} * 1.0"):
                 s.statement(f"halve_({y}.detach())" if s.maybe(0.5) else f"halve_({y})")
         else:
-            s.value(s.choose.choice((f"Squash.apply({x}, 1.5)", f"StraightThrough.apply({x})", f"wave({x})")))
+            s.one_of(f"Squash.apply({x}, 1.5)", f"StraightThrough.apply({x})", f"wave({x})")
 
 
 @piece(3)
 def cast(s: Sketch) -> None:
     if x := s.pick():
-        s.value(s.choose.choice((f"{x}.float()", f"{x}.double()", f"{x}.bfloat16()", f"{x}.to(torch.float32)")))
+        s.one_of(f"{x}.float()", f"{x}.double()", f"{x}.bfloat16()", f"{x}.to(torch.float32)")
 
 
 @piece(2)

@@ -191,6 +191,10 @@ class Sketch:
         name = self._name("v")
         return name if self.statement(f"{name} = {expression}", (name,)) else None
 
+    def one_of(self, *expressions: str) -> str | None:
+        """`value` of one of them."""
+        return self.value(self.choose.choice(expressions))
+
     def values_of(self, expression: str, count: int) -> tuple[str, ...]:
         names = tuple(self._name("v") for _ in range(count))
         return names if self.statement(f"{', '.join(names)} = {expression}", names) else ()
