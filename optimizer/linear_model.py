@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Queue
@@ -106,7 +106,8 @@ class LinearModel:
         gap: float,
         fixed: Mapping[int, float] | None = None,
         relaxed: bool = False,
-    ) -> Callable[[], LinearAnswer]:
+        cutoff: float = math.inf,
+    ) -> Solving:
         """Minimise sum of cost * column with HiGHS on one thread, so that equal models give equal answers.
 
         Args:
@@ -115,33 +116,31 @@ class LinearModel:
             gap: stop when (objective - bound) / objective is at most this.
             fixed: column -> the only value that it may have.
             relaxed: every column is continuous.
+            cutoff: no solution with a larger objective is wanted.
 
         Returns:
-            Waits for the answer. It raises SolverFailed if HiGHS is missing from the installed ortools, or failed
-            numerically. On Ctrl-C it raises KeyboardInterrupt; HiGHS, which cannot be stopped through MathOpt, goes on
-            to its time limit, and what it finds is dropped. A process does not end before that: killed threads of
-            HiGHS take it down with an abort.
+            The solve under way.
         """
         proto = self._proto(costs)
         for column, value in (fixed or {}).items():
             proto.variables.lower_bounds[column] = proto.variables.upper_bounds[column] = value
         if relaxed:
             proto.variables.integers[:] = [False] * len(self.column_names)
+        if cutoff < math.inf:
+            _add_cutoff(proto, costs, cutoff)
         model = mathopt.Model.from_model_proto(proto)
         done: Queue[mathopt.SolveResult | Exception] = Queue()
         run = partial(_solve, model, _parameters(time_limit_s, gap), done)
         Thread(target=run, name="HiGHS").start()
 
-        def answer() -> LinearAnswer:
-            result = done.get()
-            if isinstance(result, Exception):
-                text = f"HiGHS could not be run on `{self.name}` ({self.describe()}): {result}"
-                raise SolverFailed(text) from result
-            return self._answer(result, model)
+        return Solving(self, model, done)
 
-        return answer
+    def answer(self, result: mathopt.SolveResult, model: mathopt.Model) -> LinearAnswer:
+        """What a result says of this model.
 
-    def _answer(self, result: mathopt.SolveResult, model: mathopt.Model) -> LinearAnswer:
+        Raises:
+            SolverFailed: HiGHS failed numerically.
+        """
         termination = result.termination
         if termination.reason not in _STATUS:
             raise SolverFailed(
@@ -178,6 +177,48 @@ class LinearModel:
         proto.objective.linear_coefficients.ids.extend(sorted(costs))
         proto.objective.linear_coefficients.values.extend(costs[column] for column in sorted(costs))
         return proto
+
+
+@dataclass(frozen=True)
+class Solving:
+    """A solve of HiGHS in a thread of its own; call it for the answer."""
+
+    linear: LinearModel
+    model: mathopt.Model
+    done: Queue[mathopt.SolveResult | Exception]
+
+    def is_done(self) -> bool:
+        """Whether the answer is there."""
+        return not self.done.empty()
+
+    def __call__(self) -> LinearAnswer:
+        """Wait for the answer, once.
+
+        On Ctrl-C, HiGHS, which cannot be stopped through MathOpt, goes on to its time limit, and what it finds is
+        dropped. A process does not end before that: killed threads of HiGHS take it down with an abort.
+
+        Raises:
+            SolverFailed: HiGHS is missing from the installed ortools, or failed numerically.
+            KeyboardInterrupt: on Ctrl-C.
+        """
+        result = self.done.get()
+        if isinstance(result, Exception):
+            text = f"HiGHS could not be run on `{self.linear.name}` ({self.linear.describe()}): {result}"
+            raise SolverFailed(text) from result
+        return self.linear.answer(result, self.model)
+
+
+def _add_cutoff(proto: model_pb2.ModelProto, costs: Mapping[int, float], cutoff: float) -> None:
+    """sum of cost * column <= cutoff, as a row: MathOpt hands HiGHS no cutoff of its own."""
+    row = len(proto.linear_constraints.ids)
+    proto.linear_constraints.ids.append(row)
+    proto.linear_constraints.names.append("cutoff")
+    proto.linear_constraints.lower_bounds.append(-math.inf)
+    proto.linear_constraints.upper_bounds.append(cutoff)
+    matrix = proto.linear_constraint_matrix
+    matrix.row_ids.extend([row] * len(costs))
+    matrix.column_ids.extend(sorted(costs))
+    matrix.coefficients.extend(costs[column] for column in sorted(costs))
 
 
 def _solve(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import networkx as nx
@@ -69,7 +70,7 @@ class Problem:
     def num_steps(self) -> int:
         return len(self.ops)
 
-    @property
+    @cached_property
     def runtime_s(self) -> float:
         """Seconds of one pass over all ops, without recomputation."""
         return math.fsum(op.runtime_s for op in self.ops)

@@ -9,13 +9,14 @@ enough; all other rows are dominated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from placemat.decode import recompute_events
-from placemat.linear_model import LinearAnswer
+from placemat.linear_model import Solving
 from placemat.memory_rows import BYTE_SCALE, Event, MemoryRows
 from placemat.milp import Retention, build_retention
 from placemat.phases import Phases, find_wants
@@ -125,10 +126,23 @@ class RefinedModel:
     size: tuple[int, int, int, int]
 
     def start(
-        self, *, time_limit_s: float, gap: float, fixed: Mapping[int, float] | None = None, relaxed: bool = False
-    ) -> Callable[[], LinearAnswer]:
-        """Solve in the background; see `LinearModel.start`."""
-        return self.model.linear.start(self.costs, time_limit_s=time_limit_s, gap=gap, fixed=fixed, relaxed=relaxed)
+        self,
+        *,
+        time_limit_s: float,
+        gap: float,
+        fixed: Mapping[int, float] | None = None,
+        relaxed: bool = False,
+        below_s: float = math.inf,
+    ) -> Solving:
+        """Solve in the background for a plan that recomputes less than `below_s`; see `LinearModel.start`."""
+        return self.model.linear.start(
+            self.costs,
+            time_limit_s=time_limit_s,
+            gap=gap,
+            fixed=fixed,
+            relaxed=relaxed,
+            cutoff=below_s / cost_unit_s(self.model.problem),
+        )
 
     def columns(self, fixed: Mapping[tuple[int, int], float]) -> dict[int, float]:
         """From (v,p) to the column of s[v,p]."""

@@ -8,10 +8,11 @@ import time
 import numpy as np
 
 from placemat.contraction import contract
+from placemat.crossover import Crossover
 from placemat.decode import decode
 from placemat.greedy import repaired
 from placemat.incumbent import Incumbent
-from placemat.linear_model import LinearAnswer
+from placemat.linear_model import LinearAnswer, Solving
 from placemat.milp import Retention
 from placemat.neighborhood import neighborhoods
 from placemat.phases import Phases
@@ -36,6 +37,7 @@ MANY_COLUMNS = 150  # a model with fewer binaries is solved before a look around
 NEIGHBORHOOD_S = 3.0
 NEIGHBORHOOD_SCALES = (1, 2, 4)
 MOST_FAILURES = 12
+CROSSOVER_S = 12.0
 # Part of the asked gap that one MILP may leave: the rest is for what the referee and the tie-break add.
 GAP_SHARE = 0.95
 
@@ -63,6 +65,7 @@ class FamilySearch:
         self.problem = self.contraction.problem
         self.has_one_cut = phases.cuts[1:-1] == (default_cut(self.problem),)
         self.refinement = Refinement(self.problem, phases, incumbent.budget_bytes, set())
+        self.crossover = Crossover()
         self.look_at_incumbent()
 
     def is_closed(self) -> bool:
@@ -88,7 +91,7 @@ class FamilySearch:
                 return
             if not self._solve():
                 if self.limit is not None and self.is_wide():
-                    self._improve(self.seconds_left())
+                    self._improve(self.deadline)
                 return
 
     def seconds_left(self) -> float:
@@ -100,11 +103,10 @@ class FamilySearch:
             self.limit = "time"
             return
         built = self.refinement.build()
-        answer = built.start(time_limit_s=SHARE_OF_TIME * self.seconds_left(), gap=0.0, relaxed=True)()
-        self._raise_bound(answer.bound)
-        if answer.values is not None and self.has_one_cut:
+        solution = self._relaxed(built, SHARE_OF_TIME * self.seconds_left())
+        if solution is not None and self.has_one_cut:
             for threshold in RELAXED_THRESHOLDS:
-                self._repair(built.model, answer.values, threshold)
+                self._repair(built.model, solution, threshold)
             self.look_at_incumbent()
 
     def look_at_incumbent(self) -> None:
@@ -112,23 +114,57 @@ class FamilySearch:
         incumbent = self.incumbent
         self.refinement.grid |= first_grid(incumbent.problem, self.phases, incumbent.schedule, incumbent.budget_bytes)
 
-    def _improve(self, time_limit_s: float) -> None:
-        """Neighborhoods of the incumbent, larger ones once so many in a row gave no better plan and no missing row."""
-        deadline = time.monotonic() + time_limit_s
+    def _improve(self, deadline: float, whole: Solving | None = None) -> None:
+        """What lies between the incumbent and cheaper solutions over the budget; then neighborhoods of the incumbent,
+        larger ones once so many in a row gave no better plan and no missing row; until the whole model is solved."""
+        self._cross(deadline, whole)
         for scale in NEIGHBORHOOD_SCALES:
-            self._improve_at(scale, deadline)
+            self._improve_at(scale, deadline, whole)
 
-    def _improve_at(self, scale: int, deadline: float) -> None:
+    def _goes_on(self, deadline: float, whole: Solving | None) -> bool:
+        return self.is_wide() and time.monotonic() < deadline and not (whole is not None and whole.is_done())
+
+    def _cross(self, deadline: float, whole: Solving | None) -> None:
+        """First between the solutions at hand; what the relaxation has otherwise is free too if that leads nowhere."""
+        is_relaxed, limit_s = not self.crossover.solutions, CROSSOVER_S
+        while self._goes_on(deadline, whole):
+            built, seconds = self.refinement.build(), self.incumbent.seconds
+            relaxed = self._relaxed(built, deadline - time.monotonic()) if is_relaxed else None
+            fixed = self.crossover.fixed(built.model, self._carried(), relaxed)
+            self.incumbent.tell(f"{self.phases.family}: crossover of {len(built.model.s) - len(fixed)} values")
+            answer = built.start(
+                time_limit_s=min(limit_s, deadline - time.monotonic()),
+                gap=self.gap,
+                fixed=built.columns(fixed),
+                below_s=(1 - self.gap / 2) * seconds,
+            )()
+            knows_more = answer.values is not None and (
+                self._take(built, answer) or self.refinement.make_binary(built, answer.values)
+            )
+            if not knows_more and self.incumbent.seconds >= seconds and is_relaxed:
+                if answer.limit is None:
+                    return
+                limit_s *= 2
+            is_relaxed = not self.crossover.solutions or not knows_more
+
+    def _relaxed(self, built: RefinedModel, time_limit_s: float) -> np.ndarray | None:
+        """A solution of the relaxation, which may raise the bound."""
+        answer = built.start(time_limit_s=time_limit_s, gap=0.0, relaxed=True)()
+        self._raise_bound(answer.bound)
+        return answer.values
+
+    def _improve_at(self, scale: int, deadline: float, whole: Solving | None) -> None:
         incumbent, built = self.incumbent, self.refinement.build()
         carried = self._carried()
         around = neighborhoods(built.model, carried, scale)
         failures = 0
-        while failures < MOST_FAILURES and self.is_wide() and (seconds_left := deadline - time.monotonic()) > 0:
+        while failures < MOST_FAILURES and self._goes_on(deadline, whole):
             seconds = incumbent.seconds
             answer = built.start(
-                time_limit_s=min(scale * NEIGHBORHOOD_S, seconds_left),
+                time_limit_s=min(scale * NEIGHBORHOOD_S, deadline - time.monotonic()),
                 gap=self.gap / 2,
                 fixed=built.columns(next(around)),
+                below_s=(1 - self.gap / 2) * seconds,
             )()
             failures += 1
             if answer.values is not None and self._take(built, answer):
@@ -148,10 +184,10 @@ class FamilySearch:
         built = self.refinement.build()
         self.incumbent.tell(f"{self.phases.family}: {built.model.linear.describe()}")
         time_limit_s = SHARE_OF_TIME * self.seconds_left()
-        wait = built.start(time_limit_s=time_limit_s, gap=GAP_SHARE * self.gap)
+        whole = built.start(time_limit_s=time_limit_s, gap=GAP_SHARE * self.gap)
         if len(built.model.s) >= MANY_COLUMNS and self.is_wide():
-            self._improve(time_limit_s)
-        answer = wait()
+            self._improve(time.monotonic() + time_limit_s, whole)
+        answer = whole()
         self._raise_bound(answer.bound)
         self.limit = answer.limit
         if answer.values is None:
@@ -178,6 +214,7 @@ class FamilySearch:
             return False
         if self.has_one_cut:
             self._repair(built.model, answer.values, 0.5)
+        self.crossover.add(built.model, answer.values)
         self.refinement.tighten(built, schedule, simulation, answer.values)
         return True
 

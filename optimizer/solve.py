@@ -21,7 +21,7 @@ from placemat.starts import starting_schedules
 # A budget of which the lowest quick plan takes more than this share is tight.
 TIGHT_SHARE = 0.85
 # Part of the time that the search of large groups of ops gets under a tight budget, which may need smaller ones.
-LARGE_GROUPS_SHARE = 0.5
+LARGE_GROUPS_SHARE = 0.75
 # A wider family is searched if by its relaxation it may save more than this share of the step's seconds.
 WORTH_CLIMBING = 0.005
 # Part of the time left for all wider families together, so that a small step does not take longer than a large one.
