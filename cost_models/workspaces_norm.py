@@ -78,8 +78,7 @@ def _channels_innermost(x: TensorSpec) -> bool:
 
 def _batch_norm(signature: OpSignature, num_threads: int) -> int:
     """Two rows of per-channel statistics in the parameters' dtype, one float row per thread if channels are innermost;
-    afterwards the two rows that scale and shift (batch_norm_kernel.cpp). Also the bytes by which the saved statistics
-    exceed what shape propagation says: a 16-bit input with float32 parameters saves float32 statistics.
+    afterwards the two rows that scale and shift (batch_norm_kernel.cpp).
     """
     x, weight = tensor(signature, 0), argument(signature, 1, "weight")
     channels = x.shape[1]
@@ -87,13 +86,11 @@ def _batch_norm(signature: OpSignature, num_threads: int) -> int:
     no_stats = signature.target.endswith(".no_stats")
     training = argument(signature, 3 if no_stats else 5, "training")
     scale_shift = 2 * channels * max(_FLOAT_BYTES, x.itemsize)
-    saved = output_tensors(signature)[1:3]
-    hidden = sum(max(0, row - s.nbytes) for s in saved if s.numel)
     if not training:
-        return hidden + scale_shift
+        return scale_shift
     per_thread = num_threads * channels * max(_FLOAT_BYTES, x.itemsize) if _channels_innermost(x) else 0
     copy = 0 if is_contiguous(x) or is_channels_last(x) else x.nbytes
-    return hidden + copy + max(2 * row + per_thread, scale_shift)
+    return copy + max(2 * row + per_thread, scale_shift)
 
 
 def _batch_norm_backward(signature: OpSignature, num_threads: int) -> int:

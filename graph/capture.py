@@ -11,17 +11,21 @@ import gc
 import itertools
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from placemat.graph import torch_private
 from placemat.graph.autocast import weight_cache_is_on
 from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
+from placemat.graph.order import ancestors
 from placemat.graph.recurrent import refusal, refuse_layers, what_is_recurrent
 from placemat.graph.sources import is_library_file, tidy, user_line
+from placemat.graph.storages import storage_key
 
 
 class Interrupt(Exception):
@@ -58,7 +62,8 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     """
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> NoReturn:
-        raise _Captured(make_joint(joint, num_fwd_outputs, names, autocast_cache))
+        made = make_joint(joint, num_fwd_outputs, names, autocast_cache)
+        raise _Captured(replace(made, unread_call=unread_call(dynamo_graphs[-1])))
 
     def forward_only(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> NoReturn:
         raise UnsupportedFeature(
@@ -68,10 +73,12 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
     backend = torch_private.aot_backend(partition, forward_only, forward_only)
     names: list[JointInput] = []
+    dynamo_graphs: list[fx.GraphModule] = []
     autocast_cache = weight_cache_is_on()
 
     def named_backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         refuse_layers(graph_module)
+        dynamo_graphs.append(graph_module)
         names[:] = input_names(graph_module)
         return backend(graph_module, inputs)
 
@@ -133,6 +140,25 @@ def input_names(graph_module: fx.GraphModule) -> list[JointInput]:
         is_parameter = isinstance(getattr(example, "example", None), torch.nn.Parameter)
         names.append(JointInput(text, is_parameter))
     return names
+
+
+def unread_call(graph_module: fx.GraphModule) -> str | None:
+    """User's line of a call in a Dynamo graph that makes a tensor for nothing; None if there is none.
+
+    Eager runs it, and a local variable may hold its result during the whole forward; the joint graph is without it.
+    """
+    graph = graph_module.graph
+    read = ancestors([n for n in graph.nodes if n.op == "output"])
+    there = {k for n in graph.nodes if n in read or n.op in ("placeholder", "get_attr") for k in _example_storages(n)}
+    for node in graph.nodes:
+        if node not in read and any(k not in there for k in _example_storages(node)):
+            return user_line(node.meta.get("stack_trace")) or node.name
+    return None
+
+
+def _example_storages(node: fx.Node) -> list[int]:
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    return [storage_key(t) for t in leaves if isinstance(t, torch.Tensor) and t.layout == torch.strided]
 
 
 class reported:

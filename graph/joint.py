@@ -31,6 +31,8 @@ class JointGraph:
         inputs: one per primal, in order.
         fingerprint: identity of the graph, equal in every process (see `fingerprint`).
         autocast_cache: captured while autocast was on and kept its casts of weights.
+        unread_call: user's line of a call that makes a tensor which nothing reads, if the forward has one: it is not
+            in the graph.
     """
 
     graph_module: fx.GraphModule
@@ -38,6 +40,7 @@ class JointGraph:
     inputs: tuple[JointInput, ...]
     fingerprint: str
     autocast_cache: bool = False
+    unread_call: str | None = None
 
     @property
     def placeholders(self) -> list[fx.Node]:

@@ -38,6 +38,8 @@ _mark.register_autograd(
     lambda ctx, g: (_mark_gradient(g, ctx.index), None),
     setup_context=lambda ctx, inputs, output: setattr(ctx, "index", inputs[1]),
 )
+_PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+_NUMBER_BYTES = 8  # int64 or float64 (`wrapped_scalar_tensor`)
 _MARK = torch.ops.placemat.mark.default
 _MARK_GRADIENT = torch.ops.placemat.mark_gradient.default
 
@@ -160,15 +162,24 @@ def _workspace_bytes(whole: JointGraph) -> int:
     live: dict[int, int] = {}
     peak = 0
     num_forward = sum(n in inside for n in forward)
+    saved_numbers = sum(_number_bytes(n) for n in steps[:num_forward])
     for i, node in enumerate(steps):
         for tensor in tensors_of(node):
             if tensor is not None and (key := storage_key(tensor)) not in outside:
                 live[key] = storage_bytes(node, tensor)
-        peak = max(peak, sum(live.values()) - sum(live[k] for k in returned if k in live))
+        held = saved_numbers + sum(live.values()) - sum(live[k] for k in returned if k in live)
+        peak = max(peak, held + _number_bytes(node))
         if i >= num_forward - 1 and _ends_autograd_node(steps, i):
             for key in [k for k in live if last_use[k] <= i and k not in returned]:
                 del live[key]
     return peak
+
+
+def _number_bytes(node: fx.Node) -> int:
+    """Bytes of the tensors that eager wraps Python numbers into: autograd saves those that are factors."""
+    if node.target not in _PRODUCTS:
+        return 0
+    return sum(_NUMBER_BYTES for a in node.args[:2] if isinstance(a, (int, float)))
 
 
 def _ends_autograd_node(steps: Sequence[fx.Node], index: int) -> bool:

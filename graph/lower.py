@@ -336,25 +336,42 @@ def _add_border(build: _Builder) -> int:
     """The caller's turn: the loss and its gradient, which become the tangents."""
     outputs = tuple(sorted({v.index for v in build.values if v.pinned}))
     index = len(build.ops)
+    tangents, copied_bytes = _add_tangents(build, index)
+    if copied_bytes and build.loss.tangents_held:
+        tangents.append(_new_value(build, "copied_tangents", copied_bytes, index, "tangent", pinned=True))
+    if build.loss.held_bytes:
+        tangents.append(_new_value(build, "loss", build.loss.held_bytes, index, "output", pinned=True))
+    passing_bytes = 0 if build.loss.tangents_held else copied_bytes
+    workspace_bytes = max(build.loss.workspace_bytes, passing_bytes)
+    op = _pseudo_op(build, "border", "border", outputs, tuple(tangents), known_workspace_bytes=workspace_bytes)
+    _append(build, op, None)
+    return index
+
+
+def _add_tangents(build: _Builder, border: int) -> tuple[list[int], int]:
+    """Values of the tangents that the loss sends, and the bytes of those that are copied before the backward reads them.
+
+    AOT copies a tangent into the strides of its output if it has others. One of an output whose strides leave gaps
+    comes dense, so the backward has a copy with gaps, and whoever holds the tangent has what came.
+    """
     tangents: list[int] = []
+    copied_bytes = 0
     for i, node in enumerate(build.joint.tangents):
         if i not in build.loss.used_tangents:
             continue
         (tensor,) = tensors_of(node)
         assert tensor is not None
-        nbytes = tensor.numel() * tensor.element_size()  # AOT makes a tangent dense before the backward reads it
-        value = _new_value(build, node.name, nbytes, index, "tangent", pinned=build.loss.tangents_held)
+        dense_bytes = tensor.numel() * tensor.element_size()
+        nbytes = max(dense_bytes, gradients.span_bytes(tensor))
+        is_copied = nbytes > dense_bytes
+        copied_bytes += dense_bytes if is_copied else 0
+        pinned = build.loss.tangents_held and not is_copied
+        value = _new_value(build, node.name, nbytes, border, "tangent", pinned=pinned)
         build.value_of_storage[storage_key(tensor)] = value
         build.value_of_node[node] = value
         build.base_of_value[value] = node
         tangents.append(value)
-    if build.loss.held_bytes:
-        tangents.append(_new_value(build, "loss", build.loss.held_bytes, index, "output", pinned=True))
-    op = _pseudo_op(
-        build, "border", "border", outputs, tuple(tangents), known_workspace_bytes=build.loss.workspace_bytes
-    )
-    _append(build, op, None)
-    return index
+    return tangents, copied_bytes
 
 
 def _add_accumulate(build: _Builder, accumulate_grad: bool) -> None:

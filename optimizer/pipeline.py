@@ -45,7 +45,8 @@ class Stages:
         problem: the rematerialization instance.
         loss: what the caller does between forward and backward.
         keep_everything_bytes: peak of the emitted step without recomputation, but for what the user asked for.
-        eager_bound_bytes: no step with the original forward needs more.
+        eager_bound_bytes: no step with the original forward needs more; None if it makes tensors for nothing, which
+            are not in the graph.
         capture_seconds: time that capturing took.
     """
 
@@ -54,12 +55,13 @@ class Stages:
     problem: Problem
     loss: LossRegion
     keep_everything_bytes: int
-    eager_bound_bytes: int
+    eager_bound_bytes: int | None
     capture_seconds: float
 
     def may_run_original(self, budget_bytes: int) -> bool:
         """Whether the module's original forward fits the budget and does what was asked for: it recomputes nothing."""
-        return budget_bytes >= self.eager_bound_bytes and not self.problem.dropped
+        fits = self.eager_bound_bytes is not None and budget_bytes >= self.eager_bound_bytes
+        return fits and not self.problem.dropped
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,8 @@ class Planner:
         costs = cost_graph(self.cost_model, lowering.graph)
         problem = Problem.from_op_graph(lowering.graph, costs, reserved_bytes=self.reserved_bytes)
         peak_bytes = simulate(problem, save_all(problem)).peak_bytes
-        return Stages(lowering, costs, problem, loss, peak_bytes, eager_bound(problem), capture_seconds)
+        bound_bytes = eager_bound(problem) if joint.unread_call is None else None
+        return Stages(lowering, costs, problem, loss, peak_bytes, bound_bytes, capture_seconds)
 
     def _budget(self, stages: Stages, floor: Floor) -> int:
         if self.budget_bytes is not None:
