@@ -30,6 +30,13 @@ def weight_cache_is_on() -> bool:
     return active and torch.is_autocast_cache_enabled()
 
 
+def is_used(dynamo_graph: fx.Graph) -> bool:
+    """Whether a forward runs under autocast, or opens a region of it."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        return True
+    return any(n.op == "call_function" and n.target is torch.amp._enter_autocast for n in dynamo_graph.nodes)
+
+
 def sensitive_backward_op(joint: JointGraph, device: str, dtype: torch.dtype) -> str | None:
     """Name of a backward op that would run otherwise in a `backward()` under autocast to `dtype`; None if none would.
 

@@ -19,7 +19,8 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from placemat.graph import torch_private
-from placemat.graph.autocast import weight_cache_is_on
+from placemat.graph.autocast import is_used, weight_cache_is_on
+from placemat.graph.data_dependent import refuse_data_dependent
 from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
 from placemat.graph.order import ancestors
@@ -58,11 +59,13 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
     Raises:
         CaptureError: the forward cannot be one graph; the message names the user's file and line.
-        UnsupportedFeature: it can, but nothing in it requires a gradient.
+        UnsupportedFeature: it can, but nothing in it requires a gradient, or an operator of it does in eager what a
+            captured step cannot.
     """
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> NoReturn:
         made = make_joint(joint, num_fwd_outputs, names, autocast_cache)
+        refuse_data_dependent(made, autocast=autocast[-1])
         raise _Captured(replace(made, unread_call=unread_call(dynamo_graphs[-1])))
 
     def forward_only(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> NoReturn:
@@ -74,11 +77,13 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     backend = torch_private.aot_backend(partition, forward_only, forward_only)
     names: list[JointInput] = []
     dynamo_graphs: list[fx.GraphModule] = []
+    autocast: list[bool] = []
     autocast_cache = weight_cache_is_on()
 
     def named_backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         refuse_layers(graph_module)
         dynamo_graphs.append(graph_module)
+        autocast.append(is_used(graph_module.graph))
         names[:] = input_names(graph_module)
         return backend(graph_module, inputs)
 

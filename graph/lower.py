@@ -180,13 +180,10 @@ def _bind_static(build: _Builder) -> None:
 def _add_call(build: _Builder, node: fx.Node, phase: Phase, device: str, path: str) -> None:
     """Add a call as an op, or fold it into the storage that it views."""
     mutated = next((build.mutated_reads[n] for n in node.all_input_nodes if n in build.mutated_reads), None)
-    if _is_view(build, node):
+    if _is_view(build, node) or node.target is operator.getitem:  # storages of results were registered with their op
         _alias(build, node)
         if mutated is not None:
             build.mutated_reads[node] = mutated
-        return
-    if node.target is operator.getitem:  # a result of an op: its storage was registered with the op
-        _alias(build, node)
         return
     inputs = _reads(build, node)
     recompute_inputs, extra = inputs, 0
@@ -349,7 +346,7 @@ def _add_border(build: _Builder) -> int:
 
 
 def _add_tangents(build: _Builder, border: int) -> tuple[list[int], int]:
-    """Values of the tangents that the loss sends, and the bytes of those that are copied before the backward reads them.
+    """Values of the tangents that the loss sends, and the bytes of those that are copied before backward reads them.
 
     AOT copies a tangent into the strides of its output if it has others. One of an output whose strides leave gaps
     comes dense, so the backward has a copy with gaps, and whoever holds the tangent has what came.

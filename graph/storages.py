@@ -83,7 +83,9 @@ def _bytes_behind(node: fx.Node) -> int:
     tensor = node.meta["val"]
     key = storage_key(tensor)
     while True:
-        earlier = (n for n in node.all_input_nodes if any(t is not None and storage_key(t) == key for t in tensors_of(n)))
+        earlier = (
+            n for n in node.all_input_nodes if any(t is not None and storage_key(t) == key for t in tensors_of(n))
+        )
         source = next(earlier, None)
         if source is None:
             return storage_bytes(node, tensor)

@@ -15,8 +15,10 @@ from torch import fx
 from placemat.codegen import Boxed, boxed_function
 from placemat.emit import EmittedStep, emit
 from placemat.graph import gradients, torch_private
-from placemat.graph.autocast import LOW_PRECISION, sensitive_backward_op, weight_cache_is_on
+from placemat.graph.aliases import guard_views, split_gradients
+from placemat.graph.autocast import LOW_PRECISION, is_used, sensitive_backward_op, weight_cache_is_on
 from placemat.graph.capture import input_names, make_joint
+from placemat.graph.data_dependent import refuse_data_dependent
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
@@ -40,15 +42,17 @@ class Backend:
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         names = input_names(graph_module)
-        autocast_cache = weight_cache_is_on()
+        autocast_cache, autocast = weight_cache_is_on(), is_used(graph_module.graph)
         emitted: dict[str, Any] = {}
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
             made = make_joint(joint, num_fwd_outputs, names, autocast_cache)
+            refuse_data_dependent(made, autocast=autocast)
             lowering, schedule = self.planner(made)
             emitted["autocast"] = _AutocastGuard(made, lowering.graph.device)
             step = emit(lowering, schedule)
             emitted["backward"] = _backward(step, lowering)
+            emitted["split"] = split_gradients(made)
             self.compilations += 1
             return step.forward, step.backward
 
@@ -65,6 +69,7 @@ class Backend:
         def run(*args: Any) -> Any:
             outputs = compiled(*args)
             guard_backward(outputs, emitted["region"], emitted["autocast"])
+            guard_views(outputs, emitted["split"])
             return outputs
 
         return run
