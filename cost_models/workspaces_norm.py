@@ -180,6 +180,15 @@ def _scatter(signature: OpSignature, num_threads: int) -> int:
     return wide + counts + result.numel + _FLOAT_BYTES + _INDEX_BYTES
 
 
+def _index_add(signature: OpSignature, num_threads: int) -> int:
+    """A copy of a result that is not contiguous, and a float32 one in 16-bit (TensorAdvancedIndexing.cpp). An upper
+    bound.
+    """
+    result = output_tensors(signature)[0]
+    copy = 0 if is_contiguous(tensor(signature, 0)) else result.nbytes
+    return copy + (result.numel * _FLOAT_BYTES if result.dtype in REDUCED else 0)
+
+
 def _zero(signature: OpSignature, num_threads: int) -> int:
     return 0
 
@@ -188,7 +197,7 @@ def _named(formula: Formula, names: str) -> dict[str, Formula]:
     return {f"aten.{name}": formula for name in names.split()}
 
 
-_ZERO = """index_select index_add index_copy slice_backward select_backward
+_ZERO = """index_select index_copy slice_backward select_backward
 diagonal_backward diagonal_scatter as_strided_scatter topk repeat_interleave 
 masked_scatter bucketize"""
 
@@ -201,6 +210,7 @@ FORMULAS: dict[str, Formula] = {
     **_named(_sort, "sort argsort"),
     **_named(_scatter, "gather scatter scatter_add scatter_reduce"),
     **_named(_zero, _ZERO),
+    "aten.index_add": _index_add,
     "placemat_ops.cumulative_batch_norm": _batch_norm,
     "aten._safe_softmax": _safe_softmax,
     "aten.native_layer_norm": _layer_norm,

@@ -26,11 +26,13 @@ def refuse_data_dependent(joint: JointGraph, *, autocast: bool) -> None:
         UnsupportedFeature: with the operator and the user's line.
     """
     nodes = joint.graph_module.graph.nodes
-    backward = {n.meta.get("seq_nr") for n in nodes if n.meta.get("partitioner_tag") == "is_backward"} - {None}
+    backward = {n for n in nodes if n.meta.get("partitioner_tag") == "is_backward"}
+    # The general formula of either has one of them, with the number of the node of autograd that it belongs to.
+    general = {n.meta.get("seq_nr") for n in backward if n.target in _LOOKS_AT_DATA} - {None}
     for node in nodes:
-        if node.meta.get("partitioner_tag") == "is_backward":
+        if node in backward:
             continue
-        if node.target in _LOOKS_AT_DATA and node.meta.get("seq_nr") in backward:
+        if node.target in _LOOKS_AT_DATA and node.meta.get("seq_nr") in general:
             raise UnsupportedFeature(
                 f"the model trains through {_name(node)}, whose derivative in eager depends on whether there are zeros "
                 "in the data: a captured backward would round otherwise. Remedy: write it with other operators, for "

@@ -86,7 +86,7 @@ def capture_loss(
     loss_bytes = sum(storage_bytes(n, t) for n, t in losses)
     return LossRegion(
         used_tangents=_used_tangents(joint, whole),
-        workspace_bytes=max(0, _workspace_bytes(whole) - loss_bytes),
+        workspace_bytes=_workspace_bytes(whole, {storage_key(t) for _, t in losses}),
         held_bytes=loss_bytes + sum(t.numel() * t.element_size() for _, t in losses),  # and what backward() starts from
         tangents_held=is_output or not torch_private.TANGENTS_ARE_FREED,
     )
@@ -131,8 +131,8 @@ def _calls(joint: JointGraph) -> list[fx.Node]:
     return [n for n in split_phases(joint)[0] if n in needed and n.target is not _MARK]
 
 
-def _workspace_bytes(whole: JointGraph) -> int:
-    """Most bytes that the loss holds beside the gradients it returns.
+def _workspace_bytes(whole: JointGraph, losses: set[int]) -> int:
+    """Most bytes that the loss holds beside itself (`losses`: its storages) and the gradients it returns.
 
     An upper bound on what eager does: every intermediate of the loss lives until the loss is computed, and on until its
     last use in the loss's backward if that reads it. What one node of autograd makes and reads lives until it returns.
@@ -167,7 +167,7 @@ def _workspace_bytes(whole: JointGraph) -> int:
         for tensor in tensors_of(node):
             if tensor is not None and (key := storage_key(tensor)) not in outside:
                 live[key] = storage_bytes(node, tensor)
-        held = saved_numbers + sum(live.values()) - sum(live[k] for k in returned if k in live)
+        held = saved_numbers + sum(size for k, size in live.items() if k not in returned and k not in losses)
         peak = max(peak, held + _number_bytes(node))
         if i >= num_forward - 1 and _ends_autograd_node(steps, i):
             for key in [k for k in live if last_use[k] <= i and k not in returned]:

@@ -72,7 +72,7 @@ def storage_bytes(node: fx.Node, tensor: torch.Tensor) -> int:
         assert isinstance(source, fx.Node)
         nbytes = max(nbytes, source.meta["val"].numel() * tensor.element_size())
     if node.target in _MIXED_STATISTICS and any(tensor is t for t in tensors_of(node)[1:3]):
-        weight = node.args[_MIXED_STATISTICS[node.target]]  # type: ignore[index]
+        weight = node.args[_MIXED_STATISTICS[node.target]]
         if isinstance(weight, fx.Node):
             nbytes = max(nbytes, tensor.numel() * weight.meta["val"].element_size())
     return nbytes
