@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from placemat.graph.cumulative_batch_norm import read_at_run_time
 from placemat.graph.errors import UnsupportedFeature
+from placemat.graph.forward_hooks import traced_registration
 
 __all__ = [
     "TANGENTS_ARE_FREED",
@@ -91,6 +92,7 @@ def compile_settings() -> Iterator[None]:
         # (torch/fx/graph.py, eliminate_dead_code), whatever the backend.
         inductor_config.patch(fallback_random=True),
         read_at_run_time(),
+        traced_registration(),
     ):
         yield
 
