@@ -15,8 +15,8 @@ from torch import fx
 from placemat.codegen import Boxed, boxed_function
 from placemat.emit import EmittedStep, emit
 from placemat.graph import gradients, torch_private
-from placemat.graph.autocast import LOW_PRECISION, sensitive_backward_op, weight_cache_is_on
-from placemat.graph.capture import input_names, make_joint
+from placemat.graph.autocast import LOW_PRECISION, sensitive_backward_op
+from placemat.graph.capture import DynamoGraph, make_joint
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
@@ -27,24 +27,25 @@ Planner = Callable[[JointGraph], tuple[Lowering, Schedule]]
 
 
 class Backend:
-    """A Dynamo backend for one module. `planner` must not hold the module: Dynamo's cache would keep it alive.
+    """A Dynamo backend for one module. `before_backward` runs when a backward begins. Neither it nor `planner` may hold
+    the module: Dynamo's cache would keep it alive.
 
     `runs` counts forwards of emitted code, so that the handle notices a call that did not go through it;
     `compilations` counts graphs that were emitted.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, before_backward: Callable[[], None]) -> None:
         self.planner = planner
+        self.before_backward = before_backward
         self.runs = 0
         self.compilations = 0
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        names = input_names(graph_module)
-        autocast_cache = weight_cache_is_on()
+        traced = DynamoGraph.of(graph_module)
         emitted: dict[str, Any] = {}
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-            made = make_joint(joint, num_fwd_outputs, names, autocast_cache)
+            made = make_joint(joint, num_fwd_outputs, traced)
             lowering, schedule = self.planner(made)
             emitted["autocast"] = _AutocastGuard(made, lowering.graph.device)
             step = emit(lowering, schedule)
@@ -64,7 +65,7 @@ class Backend:
 
         def run(*args: Any) -> Any:
             outputs = compiled(*args)
-            guard_backward(outputs, emitted["region"], emitted["autocast"])
+            guard_backward(outputs, emitted["region"], emitted["autocast"], self.before_backward)
             return outputs
 
         return run
@@ -78,7 +79,9 @@ class Backend:
         return counted
 
 
-def guard_backward(outputs: Any, region: Any, autocast_guard: Callable[[Any], None]) -> None:
+def guard_backward(
+    outputs: Any, region: Any, autocast_guard: Callable[[Any], None], before_backward: Callable[[], None]
+) -> None:
     """Prepare the autograd node of a forward that just ran.
 
     Gradients that the loss does not send stay None instead of zeros; a backward that is itself recorded for a second
@@ -91,6 +94,7 @@ def guard_backward(outputs: Any, region: Any, autocast_guard: Callable[[Any], No
     node.set_materialize_grads(False)
     node.register_prehook(_refuse_double_backward)
     node.register_prehook(autocast_guard)
+    node.register_prehook(lambda grads: before_backward())
 
 
 class _AutocastGuard:
