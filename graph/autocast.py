@@ -92,6 +92,12 @@ def _mark(node: fx.Node) -> int | None:
     return mark
 
 
+def casts_outlive_forward(primals: Sequence[fx.Node]) -> bool:
+    """Whether autocast in eager keeps a cast of one of these tensors beyond the forward."""
+    users = (user for primal in primals for user in primal.users)
+    return any(_mark(user) == 0 and any(_is_autocast(user, dtype) for dtype in LOW_PRECISION) for user in users)
+
+
 def merge_weight_casts(graph: fx.Graph, primals: Sequence[fx.Node], gradients: Sequence[Any]) -> None:
     """Merge casts of weights that share a copy in eager, in place; primals and gradients are in the same order."""
     for primal, gradient in zip(primals, gradients, strict=True):

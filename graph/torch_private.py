@@ -46,6 +46,7 @@ __all__ = [
     "is_profiling",
     "is_tangent",
     "mutated_input_of_output",
+    "running_backward",
 ]
 
 _LARGE = 1 << 30
@@ -198,6 +199,11 @@ def has_autocast_rule(op: Any, device: str) -> bool:
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def running_backward() -> int:
+    """Number of the backward that runs on this thread; -1 if none does."""
+    return int(torch._C._current_graph_task_id())
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:

@@ -202,3 +202,30 @@ def test_a_weight_is_cast_as_often_as_in_eager(forward, outer):
         outcomes.append([output, *(p.grad for p in each.parameters()), leaf.grad])
     assert all(torch.equal(e, g) for e, g in zip(*outcomes, strict=True) if e is not None)
     assert not planned.plan.runs_original
+
+
+@pytest.mark.parametrize("regions", ["one region", "one each", "no cache", "a backward each"])
+def test_calls_that_share_casts_in_eager_are_not_summed_otherwise(regions):
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8)), torch.randn(16, 32)
+    planned, outcomes = copy.deepcopy(model), []
+    with bf16(cache=regions != "no cache"):
+        placemat.optimize(planned, None, (x,), budget_fraction=0.0, accumulate_grad=True)
+    for each in (model, planned):
+        with bf16(cache=regions != "no cache"):
+            first = each(x).float().sum()
+            second = None if regions == "one each" else each(2 * x).float().pow(2).sum()
+        if second is None:
+            with bf16():
+                second = each(2 * x).float().pow(2).sum()
+        if regions == "a backward each":
+            first.backward()
+            second.backward()
+        elif regions == "one region" and each is planned:
+            with pytest.raises(placemat.UnsupportedFeature, match=r"several calls.*one torch.autocast region"):
+                (first + second).backward()
+            assert all(p.grad is None for p in each.parameters())
+            return
+        else:
+            (first + second).backward()
+        outcomes.append([p.grad for p in each.parameters()])
+    assert all(torch.equal(e, g) for e, g in zip(*outcomes, strict=True))
