@@ -17,6 +17,8 @@ from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.purity import KNOWN_NAMESPACES
 from placemat.graph.sources import user_line
 
+_HARMLESS = KNOWN_NAMESPACES | {"placemat"}  # the marks of `loss.py`, left out where the loss does not reach
+
 
 def custom_calls(graph_module: fx.GraphModule) -> dict[Any, list[str]]:
     """Custom operator -> the user's line of each call in a Dynamo graph; those that decompose into others left out."""
@@ -59,7 +61,7 @@ def _custom_packet(target: Any) -> Any:
         target = target.overloadpacket
     if not isinstance(target, torch._ops.OpOverloadPacket):
         return None
-    if target._qualified_op_name.partition("::")[0] in KNOWN_NAMESPACES:
+    if target._qualified_op_name.partition("::")[0] in _HARMLESS:
         return None
     overloads = [getattr(target, name) for name in target.overloads()]
     key = torch._C.DispatchKey.CompositeImplicitAutograd
