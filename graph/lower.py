@@ -105,8 +105,8 @@ def lower(
     loss = loss or LossRegion(frozenset(range(len(joint.tangents))))
     graph = joint.graph_module.graph
     _merge_results(graph)
-    if joint.autocast_cache:
-        autocast.merge_weight_casts(graph, joint.primals, joint.gradients)
+    cached = [i for i, known in enumerate(joint.inputs) if known.is_leaf]
+    autocast.merge_weight_casts(graph, [joint.primals[i] for i in cached], [joint.gradients[i] for i in cached])
     batch_norm.drop_running_statistics(graph)
     batch_norm.drop_statistics_copies(graph)
     gradients.prune_tangents(graph, [t for i, t in enumerate(joint.tangents) if i not in loss.used_tangents])

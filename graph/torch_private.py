@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from placemat.graph.cumulative_batch_norm import read_at_run_time
 from placemat.graph.errors import UnsupportedFeature
+from placemat.graph.forward_hooks import traced_registration
 
 __all__ = [
     "TANGENTS_ARE_FREED",
@@ -45,6 +46,7 @@ __all__ = [
     "is_profiling",
     "is_tangent",
     "mutated_input_of_output",
+    "running_backward",
 ]
 
 _LARGE = 1 << 30
@@ -91,6 +93,7 @@ def compile_settings() -> Iterator[None]:
         # (torch/fx/graph.py, eliminate_dead_code), whatever the backend.
         inductor_config.patch(fallback_random=True),
         read_at_run_time(),
+        traced_registration(),
     ):
         yield
 
@@ -196,6 +199,11 @@ def has_autocast_rule(op: Any, device: str) -> bool:
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def running_backward() -> int:
+    """Number of the backward that runs on this thread; -1 if none does."""
+    return int(torch._C._current_graph_task_id())
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:

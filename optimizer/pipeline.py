@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from placemat.baselines import save_all
-from placemat.calls import check_trainable, input_digest, module_digest, the_device
+from placemat.calls import check_trainable, describe_call, input_digest, module_digest, the_device
 from placemat.constraints import Constraints, constrain
 from placemat.cost_models.base import CostModel, Costs, cost_graph
 from placemat.cost_models.workspaces import is_known
@@ -62,6 +62,19 @@ class Stages:
         """Whether the module's original forward fits the budget and does what was asked for: it recomputes nothing."""
         fits = self.eager_bound_bytes is not None and budget_bytes >= self.eager_bound_bytes
         return fits and not self.problem.dropped
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """Which call a plan is for; `call` in words (see `describe_call`)."""
+
+    module_digest: str
+    input_digest: str
+    call: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> _Identity:
+        return cls(module_digest(model), input_digest(args, kwargs), describe_call(model, forward, args, kwargs))
 
 
 @dataclass(frozen=True)
@@ -124,8 +137,7 @@ class Planner:
             self._say("interrupted: going on with the best plan so far")
             notes += ("the search was interrupted: this is the best plan that it had found by then.",)
         floor = _lowered(stages.problem, floor, result.schedule)
-        digests = module_digest(model), input_digest(args, kwargs)
-        return self._built(stages, result, budget_bytes, floor, digests, notes)
+        return self._built(stages, result, budget_bytes, floor, _Identity.of(model, forward, args, kwargs), notes)
 
     def frontier(
         self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], points: int
@@ -150,10 +162,10 @@ class Planner:
         )
         for point in curve:
             floor = _lowered(stages.problem, floor, point.schedule)
-        digests = module_digest(model), input_digest(args, kwargs)
+        identity = _Identity.of(model, forward, args, kwargs)
         notes = _notes(stages.lowering.graph)
         planner = replace(self, budget_fraction=None)
-        plans = (planner._built(stages, point, point.budget_bytes, floor, digests, notes) for point in curve)
+        plans = (planner._built(stages, point, point.budget_bytes, floor, identity, notes) for point in curve)
         return Frontier(curve, tuple(plans))
 
     def _built(
@@ -162,10 +174,9 @@ class Planner:
         answer: SolvedProblem,
         budget_bytes: int,
         floor: Floor,
-        digests: tuple[str, str],
+        identity: _Identity,
         notes: tuple[str, ...],
     ) -> Plan:
-        """The plan of an answer; `digests` are those of the module and of the inputs."""
         return build_plan(
             stages.lowering.graph,
             stages.costs,
@@ -177,11 +188,11 @@ class Planner:
             floor_proven=floor.proven,
             keep_everything_bytes=stages.keep_everything_bytes,
             capture_seconds=stages.capture_seconds,
-            module_digest=digests[0],
-            input_digest=digests[1],
+            module_digest=identity.module_digest,
+            input_digest=identity.input_digest,
             runs_original=stages.may_run_original(budget_bytes),
             eager_bound_bytes=stages.eager_bound_bytes,
-            options=self._options(stages),
+            options={**self._options(stages), "call": identity.call},
             notes=notes,
         )
 

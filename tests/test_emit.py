@@ -60,12 +60,12 @@ def run_with(model: nn.Module, make_schedule):
         lowering = lower(joint, device="cpu", static_bytes={})
         return lowering, make_schedule(problem_of(lowering))
 
-    backend, entry = Backend(planner), make_entry()
+    backend, entry = Backend(planner, lambda: None), make_entry()
     compiled = torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)
 
     def forward(*args):
         with torch_private.compile_settings():
-            return compiled(model.forward, args, {})
+            return compiled(model.forward, args, {}, False)
 
     return forward
 
