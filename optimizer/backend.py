@@ -20,6 +20,7 @@ from placemat.graph.capture import input_names, make_joint
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
+from placemat.graph.recurrent import refuse_layers
 from placemat.schedule import Schedule
 
 # From the joint graph that is being compiled to its lowering under the plan, and the plan's schedule.
@@ -29,16 +30,21 @@ Planner = Callable[[JointGraph], tuple[Lowering, Schedule]]
 class Backend:
     """A Dynamo backend for one module. `planner` must not hold the module: Dynamo's cache would keep it alive.
 
+    `refuse_shared` is `KeptModules.refuse_shared` of the module, and must not hold it either.
+
     `runs` counts forwards of emitted code, so that the handle notices a call that did not go through it;
     `compilations` counts graphs that were emitted.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, refuse_shared: Callable[[fx.GraphModule], None]) -> None:
         self.planner = planner
+        self.refuse_shared = refuse_shared
         self.runs = 0
         self.compilations = 0
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        refuse_layers(graph_module)
+        self.refuse_shared(graph_module)
         names = input_names(graph_module)
         autocast_cache = weight_cache_is_on()
         emitted: dict[str, Any] = {}
