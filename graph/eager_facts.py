@@ -11,7 +11,7 @@ import copy
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -111,23 +111,20 @@ def learn(module: nn.Module, call: Call, tensors: Sequence[Tensor]) -> Facts:
         CaptureError: the module does not run on them.
         UnsupportedFeature: it does what cannot be part of a planned step.
     """
-    twin = _copy_of(module, call.path)
-    before = _attributes(twin)
     versions = [t._version for t in tensors]
     with _undisturbed():
+        twin = _copy_of(module, call.path)
+        before = _attributes(twin)
         forward_allocations, (result, outputs, graph) = _observed(lambda: _run(twin, call, tensors))
         _check_effects(twin, call, tensors, versions, before)
         _check_sharing(twin, call, tensors, outputs)
         reaches, edges = _trace(graph)
-        given = [torch.zeros_like(t) if e is not None else None for t, e in zip(outputs, graph.outputs, strict=True)]
         passed = {i: t for i, t in enumerate([*tensors, *(t.detach() for t in outputs)]) if i in graph.owners}
-        if any(e is not None for e in graph.outputs):
-            backward_allocations, gradients = _observed(lambda: graph.backward(given, passed))
-        else:
-            backward_allocations, gradients = [], [None] * len(tensors)
+        runs = [_backward(graph, given, passed) for given in _gradients(graph, outputs)]
     leaves, structure = pytree.tree_flatten(result)
     layouts = tuple(Layout.of(t) for t in outputs)
-    gradient_layouts = tuple(None if g is None else Layout.of(g) for g in gradients)
+    gradient_layouts = runs[0][0] if runs else (None,) * len(tensors)
+    workspaces = [workspace for _, workspace in runs]
     return Facts(
         call=call,
         structure=structure,
@@ -140,8 +137,31 @@ def learn(module: nn.Module, call: Call, tensors: Sequence[Tensor]) -> Facts:
         owners=graph.owners,
         saved_bytes=graph.saved_bytes,
         forward_workspace_bytes=_workspace_bytes(forward_allocations, layouts, graph.saved_bytes),
-        backward_workspace_bytes=_workspace_bytes(backward_allocations, gradient_layouts, 0),
+        backward_workspace_bytes=None if None in workspaces else max(workspaces, default=0),  # type: ignore[type-var]
     )
+
+
+def _gradients(graph: InnerGraph, outputs: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+    """Gradients that may come: for all results, and for each alone; dense, and in the layout of the result.
+
+    What a backward allocates depends on both: kernels copy what is not dense, and make zeros for what is not there.
+    """
+    differentiable = [i for i, edge in enumerate(graph.outputs) if edge is not None]
+    subsets = dict.fromkeys([tuple(differentiable), *((i,) for i in differentiable)] if differentiable else [])
+    for subset in subsets:
+        for memory_format in (torch.preserve_format, torch.contiguous_format):
+            yield [
+                torch.zeros_like(t, memory_format=memory_format) if i in subset else None for i, t in enumerate(outputs)
+            ]
+
+
+def _backward(
+    graph: InnerGraph, given: Sequence[Tensor | None], passed: Mapping[int, Tensor]
+) -> tuple[tuple[Layout | None, ...], int | None]:
+    """Layouts of the gradients that flow from given ones, and the workspace of that."""
+    allocations, gradients = _observed(lambda: graph.backward(given, passed))
+    layouts = tuple(None if g is None else Layout.of(g) for g in gradients)
+    return layouts, _workspace_bytes(allocations, layouts, 0)
 
 
 def _copy_of(module: nn.Module, path: str) -> nn.Module:
@@ -187,9 +207,7 @@ def _observed(call: Callable[[], Any]) -> tuple[list[int] | None, Any]:
     return allocations, results[0]
 
 
-def _workspace_bytes(
-    allocations: list[int] | None, layouts: Sequence[Layout | None], saved_bytes: int
-) -> int | None:
+def _workspace_bytes(allocations: list[int] | None, layouts: Sequence[Layout | None], saved_bytes: int) -> int | None:
     """Peak beside the results and what is saved; on the CPU only, whose allocator is watched."""
     if allocations is None or any(layout is not None and layout.device.type != "cpu" for layout in layouts):
         return None
@@ -233,8 +251,10 @@ def _check_sharing(module: nn.Module, call: Call, tensors: Sequence[Tensor], out
     owners.update({t.untyped_storage()._cdata: "a buffer" for t in module.buffers()})
     for output in outputs:
         if output.layout != torch.strided or type(output) is not Tensor:
-            raise UnsupportedFeature(f"the module {call.path} is kept eager and returns a {type(output).__name__} of "
-                                     f"layout {output.layout}; only dense tensors can be planned. {_OTHER_WAY}")
+            raise UnsupportedFeature(
+                f"the module {call.path} is kept eager and returns a {type(output).__name__} of "
+                f"layout {output.layout}; only dense tensors can be planned. {_OTHER_WAY}"
+            )
         key = output.untyped_storage()._cdata
         if key in owners:
             raise UnsupportedFeature(

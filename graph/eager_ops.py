@@ -67,9 +67,7 @@ class KeptFunction(torch.autograd.Function):
         both = [*tensors, *outputs]
         ctx.key, ctx.facts = key, facts
         ctx.save_for_backward(token, *(both[i] for i in sorted(facts.owners)))
-        ctx.mark_non_differentiable(
-            *(o for o, g in zip(outputs, facts.requires_grad, strict=True) if not g)
-        )
+        ctx.mark_non_differentiable(*(o for o, g in zip(outputs, facts.requires_grad, strict=True) if not g))
         return tuple(outputs)
 
     @staticmethod
@@ -157,7 +155,7 @@ def drop_absent_grads(node: fx.Node, absent: set[fx.Node]) -> set[fx.Node]:
     positions = [list(wanted).index(i) for i in still]  # type: ignore[arg-type]
     node.meta["val"] = [node.meta["val"][p] for p in positions]
     gone = set()
-    for user in node.users:
+    for user in list(node.users):
         if user.args[1] in positions:
             user.args = (node, positions.index(user.args[1]))
         else:

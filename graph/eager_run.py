@@ -74,7 +74,7 @@ class _Saved:
     __slots__ = ("__weakref__", "geometry", "owner", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor: Tensor | None = tensor
+        self.tensor: Tensor | None = tensor.detach()  # its own node would hold it, and it that node
         self.version = tensor._version
         self.owner = -1
         self.geometry: tuple[Any, ...] = ()
