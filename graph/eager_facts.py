@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from placemat.graph import torch_private
-from placemat.graph.eager_run import Call, InnerGraph, run
+from placemat.graph.eager_run import Call, InnerGraph, run, trace_edges
 from placemat.graph.errors import CaptureError, UnsupportedFeature
 
+_FIXED = (nn.LSTM, nn.GRU, nn.RNN)
 _OTHER_WAY = "Remedy: rewrite that part of the module, or keep a smaller or larger module eager."
 
 
@@ -72,6 +72,7 @@ class Facts:
         owners: numbers of the inputs and outputs (counted on) that the inner graph takes from the plan.
         saved_bytes: what the inner graph holds beside those.
         forward_workspace_bytes, backward_workspace_bytes: beside results and what is saved; None if not measured.
+        is_fixed: a layer of PyTorch's, of which it is known that the graph is the same at every such call.
     """
 
     call: Call
@@ -86,6 +87,7 @@ class Facts:
     saved_bytes: int
     forward_workspace_bytes: int | None
     backward_workspace_bytes: int | None
+    is_fixed: bool
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """What the module returns, with these tensors in it."""
@@ -118,7 +120,7 @@ def learn(module: nn.Module, call: Call, tensors: Sequence[Tensor]) -> Facts:
         forward_allocations, (result, outputs, graph) = _observed(lambda: _run(twin, call, tensors))
         _check_effects(twin, call, tensors, versions, before)
         _check_sharing(twin, call, tensors, outputs)
-        reaches, edges = _trace(graph)
+        reaches, edges = trace_edges(graph)
         passed = {i: t for i, t in enumerate([*tensors, *(t.detach() for t in outputs)]) if i in graph.owners}
         runs = [_backward(graph, given, passed) for given in _gradients(graph, outputs)]
     leaves, structure = pytree.tree_flatten(result)
@@ -138,6 +140,7 @@ def learn(module: nn.Module, call: Call, tensors: Sequence[Tensor]) -> Facts:
         saved_bytes=graph.saved_bytes,
         forward_workspace_bytes=_workspace_bytes(forward_allocations, layouts, graph.saved_bytes),
         backward_workspace_bytes=None if None in workspaces else max(workspaces, default=0),  # type: ignore[type-var]
+        is_fixed=type(module) in _FIXED,
     )
 
 
@@ -262,46 +265,3 @@ def _check_sharing(module: nn.Module, call: Call, tensors: Sequence[Tensor], out
                 "Remedy: let it return a clone(), or take the view outside of the module."
             )
         owners[key] = "another result"
-
-
-def _trace(graph: InnerGraph) -> tuple[tuple[frozenset[int], ...], tuple[int, ...]]:
-    """Which inputs each output reaches, and how many edges lead to each input.
-
-    Raises:
-        UnsupportedFeature: a gradient flows to a tensor that is neither argument nor parameter of the module.
-    """
-    number = {(e.node, e.output_nr): i for i, e in enumerate(graph.inputs) if e is not None}
-    first: dict[Any, set[int]] = {}
-    edges: Counter[int] = Counter()
-    order: list[Any] = []
-    stack = [(e.node, False) for e in graph.outputs if e is not None]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-            continue
-        if node in first:
-            continue
-        first[node] = set()
-        stack.append((node, True))
-        for target, nr in node.next_functions:
-            if target is None:
-                continue
-            if (target, nr) in number:
-                edges[number[target, nr]] += 1
-            elif hasattr(target, "variable"):
-                raise UnsupportedFeature(
-                    f"a gradient flows out of the kept module {graph.path} to a tensor of shape "
-                    f"{tuple(target.variable.shape)} that is neither an argument nor a parameter of it. Remedy: "
-                    "register it as an nn.Parameter of the module, pass it as an argument, or detach() it."
-                )
-            else:
-                stack.append((target, False))
-    for node in order:
-        for target, nr in node.next_functions:
-            if (target, nr) in number:
-                first[node].add(number[target, nr])
-            elif target is not None:
-                first[node] |= first[target]
-    reaches = tuple(frozenset() if e is None else frozenset(first[e.node]) for e in graph.outputs)
-    return reaches, tuple(edges[i] for i in range(len(graph.inputs)))

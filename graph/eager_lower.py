@@ -1,4 +1,4 @@
-"""Kept modules in a joint graph: their workspaces, what to tell of them, and the order in which their gradients are summed."""
+"""Kept modules in a joint graph: their workspaces, what to tell of them, and in which order gradients are summed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_sums(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=eager_ops.BACKWARD):
         facts: Facts = node.meta["kept"]
         for result in node.users:
-            number = node.args[4][result.args[1]]  # type: ignore[index]
+            number = node.args[4][result.args[1]]
             if facts.edges[number] > 1 and any(add.args[0] is not result for add in _sums(result)):
                 raise UnsupportedFeature(_text(facts, number, node))
 
@@ -73,7 +73,7 @@ def _text(facts: Facts, number: int, node: fx.Node) -> str:
     what = f"argument {number}" if number < count else f"parameter {number - count}"
     line = user_line(node.meta.get("stack_trace")) or "an unknown line"
     return (
-        f"{what} of the kept module {facts.call.path} is used {facts.edges[number]} times inside of it, and elsewhere as "
-        f"well: eager adds up its gradient in another order than a planned step could, and results would differ by "
+        f"{what} of the kept module {facts.call.path} is used {facts.edges[number]} times inside of it, and elsewhere "
+        f"too: eager adds up its gradient in another order than a planned step could, and results would differ by "
         f"rounding. At {line}. Remedy: keep a module eager that contains all uses."
     )

@@ -220,7 +220,7 @@ def _matches(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
             found.setdefault(module, path)
     if not found:
         raise ConstraintError(
-            f"keep_eager={pattern!r} matches no module. Remedy: the path of one, with * as a wildcard; there are, among "
-            f"others: {', '.join(path for path, _ in named[:8]) or 'none (the model itself cannot be kept eager)'}."
+            f"keep_eager={pattern!r} matches no module. Remedy: the path of one, with * as a wildcard; there are, "
+            f"among others: {', '.join(path for path, _ in named[:8]) or 'none (the root cannot be kept eager)'}."
         )
     return {path: module for module, path in found.items()}

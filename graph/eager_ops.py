@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from placemat.graph.eager_facts import Facts
-from placemat.graph.eager_run import kept_by, make_token, run
+from placemat.graph.eager_run import kept_by, make_token, run, trace_edges
 from placemat.graph.errors import UnsupportedFeature
 
 _LIBRARY = torch.library.Library("placemat_ops", "FRAGMENT")
@@ -89,6 +89,8 @@ def run_forward(key: str, inputs: Sequence[Tensor]) -> list[Tensor]:
     facts = registry.facts(key)
     _, outputs, graph = run(registry.module(key), facts.call, inputs, facts.owners.__contains__)
     _check_run(facts, outputs, graph.saved_bytes)
+    if not facts.is_fixed:
+        _check_edges(facts, *trace_edges(graph))
     return [*(o.detach() for o in outputs), make_token((graph, facts))]
 
 
@@ -106,6 +108,21 @@ def _check_run(facts: Facts, outputs: Sequence[Tensor], saved_bytes: int) -> Non
             f"{facts.saved_bytes}: what it saves depends on data or on its own state. Remedy: plan with an example "
             "call for which it saves most."
         )
+
+
+def _check_edges(facts: Facts, reaches: tuple[frozenset[int], ...], edges: tuple[int, ...]) -> None:
+    """Refuse other inputs, and an input that is now used several times: `eager_lower.check_sums` has not seen that."""
+    if reaches != facts.reaches or any(now > 1 >= then for now, then in zip(edges, facts.edges, strict=True)):
+        raise UnsupportedFeature(
+            f"gradients of the kept module {facts.call.path} reach its inputs (arguments, then parameters) in another "
+            f"way than in the run that it was planned by: {_told(reaches, edges)} instead of "
+            f"{_told(facts.reaches, facts.edges)}. What it computes depends on data or on its own state. Remedy: "
+            "optimize() the model again, or let it use the same parameters at every call."
+        )
+
+
+def _told(reaches: tuple[frozenset[int], ...], edges: tuple[int, ...]) -> str:
+    return "; ".join(", ".join(f"{i} (x{edges[i]})" for i in sorted(reached)) or "none" for reached in reaches)
 
 
 def _shapes(tensors: Sequence[Tensor]) -> str:
@@ -152,7 +169,8 @@ def drop_absent_grads(node: fx.Node, absent: set[fx.Node]) -> set[fx.Node]:
     remaining = [None if g in absent else g for g in grads]  # type: ignore[union-attr]
     still = facts.wanted([g is not None for g in remaining])
     node.args = (key, token, remaining, passed, still)
-    positions = [list(wanted).index(i) for i in still]  # type: ignore[arg-type]
+    before: list[Any] = list(wanted)  # type: ignore[arg-type]
+    positions: list[Any] = [before.index(i) for i in still]
     node.meta["val"] = [node.meta["val"][p] for p in positions]
     gone = set()
     for user in list(node.users):

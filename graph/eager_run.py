@@ -1,4 +1,4 @@
-"""A module that is kept eager, run inside a planned step: its forward with a graph of its own, and that graph's backward.
+"""A module that is kept eager, run inside a planned step: its forward with a graph of its own, and its backward.
 
 Eager's own kernels and eager's own autograd do the work, so results are eager's bit for bit. What the inner graph saves
 is divided: a tensor that lives in an argument, a parameter or a result of the module is not held, but taken from what
@@ -9,6 +9,7 @@ a tensor of no size that the plan keeps from forward to backward. The graph dies
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -238,6 +239,49 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
+def trace_edges(graph: InnerGraph) -> tuple[tuple[frozenset[int], ...], tuple[int, ...]]:
+    """Which inputs each output reaches, and how many edges lead to each input.
+
+    Raises:
+        UnsupportedFeature: a gradient flows to a tensor that is neither argument nor parameter of the module.
+    """
+    number = {(e.node, e.output_nr): i for i, e in enumerate(graph.inputs) if e is not None}
+    first: dict[Any, set[int]] = {}
+    edges: Counter[int] = Counter()
+    order: list[Any] = []
+    stack = [(e.node, False) for e in graph.outputs if e is not None]
+    while stack:
+        node, done = stack.pop()
+        if done:
+            order.append(node)
+            continue
+        if node in first:
+            continue
+        first[node] = set()
+        stack.append((node, True))
+        for target, nr in node.next_functions:
+            if target is None:
+                continue
+            if (target, nr) in number:
+                edges[number[target, nr]] += 1
+            elif hasattr(target, "variable"):
+                raise UnsupportedFeature(
+                    f"a gradient flows out of the kept module {graph.path} to a tensor of shape "
+                    f"{tuple(target.variable.shape)} that is neither an argument nor a parameter of it. Remedy: "
+                    "register it as an nn.Parameter of the module, pass it as an argument, or detach() it."
+                )
+            else:
+                stack.append((target, False))
+    for node in order:
+        for target, nr in node.next_functions:
+            if (target, nr) in number:
+                first[node].add(number[target, nr])
+            elif target is not None:
+                first[node] |= first[target]
+    reaches = tuple(frozenset() if e is None else frozenset(first[e.node]) for e in graph.outputs)
+    return reaches, tuple(edges[i] for i in range(len(graph.inputs)))
+
+
 def make_token(kept: object) -> Tensor:
     """A tensor of no size that keeps an object alive."""
     token = torch.empty(0, dtype=torch.uint8)
@@ -253,8 +297,8 @@ def kept_by(token: Tensor) -> Any:
     """
     if not hasattr(token, _TOKEN_ATTRIBUTE):
         raise UnsupportedFeature(
-            "saved_tensors_hooks (save_on_cpu, for instance) are active around a model with modules that are kept eager "
-            "(recurrent layers, keep_eager=). They replace what the step saves, and the graph of such a module cannot "
-            "be moved. Remedy: call the model outside of the hooks."
+            "saved_tensors_hooks around the call of a model with modules that are kept eager (recurrent layers, "
+            "keep_eager=) have replaced what the step saves, and the graph of such a module cannot be. Remedy: "
+            "call the model outside of the hooks."
         )
     return getattr(token, _TOKEN_ATTRIBUTE)

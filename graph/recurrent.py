@@ -42,7 +42,7 @@ def what_is_packed(error: Any) -> str | None:
 def refusal(what: str, where: str) -> str:
     """The message; `where` is the user's file and line."""
     return (
-        f"the model's forward cannot be captured as one graph: it uses {what}. At {where}. Remedy: put it into a module "
-        "of its own with results whose shapes do not depend on data (pad_packed_sequence(..., total_length=)), and name "
-        "that module in keep_eager=; or a loop over torch.nn.LSTMCell, GRUCell or RNNCell with masks."
+        f"the model's forward cannot be captured as one graph: it uses {what}. At {where}. Remedy: put it into a "
+        "module of its own with results whose shapes do not depend on data (pad_packed_sequence(..., total_length=)), "
+        "and name that module in keep_eager=; or a loop over torch.nn.LSTMCell, GRUCell or RNNCell with masks."
     )

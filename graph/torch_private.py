@@ -15,9 +15,9 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 from torch._C._profiler import _ExperimentalConfig
+from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
-from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import TracingContext
