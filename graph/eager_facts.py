@@ -12,7 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,7 @@ class Facts:
         saved_bytes: what the inner graph holds beside those.
         forward_workspace_bytes, backward_workspace_bytes: beside results and what is saved; None if not measured.
         is_fixed: a layer of PyTorch's, of which it is known that the graph is the same at every such call.
+        summed: inputs whose gradient the step around adds to others; filled in when the graph is there (`eager_lower`).
     """
 
     call: Call
@@ -88,6 +89,7 @@ class Facts:
     forward_workspace_bytes: int | None
     backward_workspace_bytes: int | None
     is_fixed: bool
+    summed: set[int] = field(default_factory=set, compare=False)
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
         """What the module returns, with these tensors in it."""

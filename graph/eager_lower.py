@@ -60,6 +60,8 @@ def check_sums(graph: fx.Graph) -> None:
         facts: Facts = node.meta["kept"]
         for result in node.users:
             number = node.args[4][result.args[1]]
+            if any(add.args[0] is not result for add in _sums(result)):
+                facts.summed.add(number)
             if facts.edges[number] > 1 and any(add.args[0] is not result for add in _sums(result)):
                 raise UnsupportedFeature(_text(facts, number, node))
 

@@ -112,7 +112,7 @@ def _check_run(facts: Facts, outputs: Sequence[Tensor], saved_bytes: int) -> Non
 
 def _check_edges(facts: Facts, reaches: tuple[frozenset[int], ...], edges: tuple[int, ...]) -> None:
     """Refuse other inputs, and an input that is now used several times: `eager_lower.check_sums` has not seen that."""
-    if reaches != facts.reaches or any(now > 1 >= then for now, then in zip(edges, facts.edges, strict=True)):
+    if reaches != facts.reaches or any(edges[i] > 1 for i in facts.summed):
         raise UnsupportedFeature(
             f"gradients of the kept module {facts.call.path} reach its inputs (arguments, then parameters) in another "
             f"way than in the run that it was planned by: {_told(reaches, edges)} instead of "
