@@ -19,15 +19,16 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from placemat.graph import torch_private
+from placemat.graph import eager_ops, torch_private
 from placemat.graph.autocast import is_inside_region, is_used, mark_casts
 from placemat.graph.custom_ops import check_nothing_left_out, custom_calls
 from placemat.graph.data_dependent import refuse_data_dependent
+from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
 from placemat.graph.forward_hooks import LEFT_BEHIND, check_removed
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
 from placemat.graph.order import ancestors
-from placemat.graph.recurrent import refusal, refuse_layers, what_is_recurrent
+from placemat.graph.recurrent import refusal, refuse_layers, what_is_packed
 from placemat.graph.sources import is_library_file, tidy, user_line
 from placemat.graph.storages import storage_key
 
@@ -64,8 +65,18 @@ def make_entry() -> Callable[..., Any]:
     return entry
 
 
-def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> JointGraph:
+def capture(
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    kept: KeptModules | None = None,
+) -> JointGraph:
     """Trace `forward(*args, **kwargs)` and its backward.
+
+    Args:
+        forward: of the model.
+        args, kwargs: one call.
+        kept: modules that stay opaque; of each a copy is run (`eager_facts`).
 
     Raises:
         CaptureError: the forward cannot be one graph; the message names the user's file and line.
@@ -85,8 +96,11 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     backend = torch_private.aot_backend(partition, forward_only, forward_only)
     traced: list[DynamoGraph] = []
 
+    kept = kept or KeptModules({})
+
     def named_backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         refuse_layers(graph_module)
+        kept.refuse_shared(graph_module)
         traced.append(DynamoGraph.of(graph_module))
         return backend(graph_module, inputs)
 
@@ -94,7 +108,7 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     compiled = torch.compile(entry, backend=named_backend, fullgraph=True, dynamic=False)
     try:
         with torch_private.compile_settings(), torch_private.composites_on_meta(), torch.enable_grad():
-            with _no_collections(), reported(forward):
+            with kept.learning((args, kwargs)), kept.installed(), _no_collections(), reported(forward):
                 compiled(forward, tuple(args), dict(kwargs), is_inside_region())
     except _Captured as done:
         return done.joint
@@ -147,6 +161,7 @@ class DynamoGraph:
 
 def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, traced: DynamoGraph) -> JointGraph:
     """JointGraph from what AOTAutograd hands to a partitioner."""
+    eager_ops.attach_facts(graph_module.graph)
     check_nothing_left_out(graph_module, traced.custom_calls)
     names = traced.inputs
     identity = fingerprint(graph_module, num_forward_outputs)
@@ -215,6 +230,9 @@ class reported:
                 f"{first_line(inner)}. Remedy: run the model eagerly once; if that works, restore() it and report "
                 "the operation named above."
             ) from inner
+        if isinstance(error, torch_private.TorchDynamoException) and (own := _own_error(error)) is not None:
+            where = user_frame(getattr(error, "real_stack", None) or ())
+            raise type(own)(f"{own} At {where}.") from error
         if isinstance(error, torch_private.Unsupported):
             raise CaptureError(_graph_break_text(error)) from error
         if isinstance(error, torch_private.TorchDynamoException):
@@ -223,6 +241,14 @@ class reported:
                 f"{user_line(str(error)) or 'an unknown line'}. Remedy: if the forward runs eagerly, rewrite that "
                 "line with tensor operations, or optimize the submodules around it."
             ) from error
+
+
+def _own_error(error: BaseException) -> PlacematError | None:
+    """The error of ours that is behind one of Dynamo's: a kept module is looked at while Dynamo traces."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PlacematError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
 
 
 def _graph_break_text(error: Any) -> str:
@@ -241,9 +267,9 @@ def _graph_break_text(error: Any) -> str:
             "Remedy: register_forward_pre_hook() or register_forward_hook() without always_call=True, removed before "
             "forward() returns; or register the hook once, outside of forward()."
         )
-    recurrent = what_is_recurrent(error)
-    if recurrent is not None:
-        return refusal(recurrent, where)
+    packed = what_is_packed(error)
+    if packed is not None:
+        return refusal(packed, where)
     kind = getattr(error, "gb_type", None) or "graph break"
     return (
         f"the model's forward cannot be captured as one graph ({kind}; data-dependent control flow, calls out of "

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from placemat.graph import gradients, torch_private
 from placemat.graph.capture import capture
+from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import LossRegion
@@ -50,6 +51,7 @@ def capture_loss(
     loss_fn: Callable[[Any], torch.Tensor],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    kept: KeptModules | None = None,
 ) -> LossRegion:
     """What `loss_fn(forward(...))` does at the border of `joint`, the capture of `forward` alone. Nothing is executed.
 
@@ -66,7 +68,7 @@ def capture_loss(
             pytree.tree_unflatten(marked, structure)
         ), leaves  # leaves: so that no part of the model is left out
 
-    whole = capture(with_loss, args, kwargs)
+    whole = capture(with_loss, args, kwargs, kept)
     graph = whole.graph_module.graph
     loss_outputs = _outputs_behind_marks(whole)
     if not loss_outputs:

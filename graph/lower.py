@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from placemat.graph import autocast, batch_norm, gradients, purity
+from placemat.graph import autocast, batch_norm, eager_lower, gradients, purity
 from placemat.graph.ir import Op, OpGraph, OpSignature, Phase, Role, Value
 from placemat.graph.joint import JointGraph
 from placemat.graph.order import split_phases, writes
@@ -110,6 +110,7 @@ def lower(
     batch_norm.drop_running_statistics(graph)
     batch_norm.drop_statistics_copies(graph)
     gradients.prune_tangents(graph, [t for i, t in enumerate(joint.tangents) if i not in loss.used_tangents])
+    eager_lower.check_sums(graph)
     build = _Builder(joint, loss)
     _bind_static(build)
     forward, backward = split_phases(joint)
@@ -130,6 +131,7 @@ def lower(
         static_bytes=dict(static_bytes),
         device=device,
         fingerprint=joint.fingerprint,
+        notes=eager_lower.notes(graph, device),
     )
     return Lowering(
         joint=joint,
@@ -204,6 +206,7 @@ def _add_call(build: _Builder, node: fx.Node, phase: Phase, device: str, path: s
         why_not=why_not,
         module_path=path,
         source=user_line(node.meta.get("stack_trace")),
+        known_workspace_bytes=eager_lower.workspace_bytes(node),
         known_recompute_workspace_bytes=extra,
     )
     _append(build, op, node)

@@ -21,6 +21,7 @@ from placemat.graph.capture import DynamoGraph, make_joint
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
+from placemat.graph.recurrent import refuse_layers
 from placemat.schedule import Schedule
 from placemat.shared_casts import SharedCasts, present_region
 
@@ -32,18 +33,28 @@ class Backend:
     """A Dynamo backend for one module. `before_backward` runs when a backward begins. Neither it nor `planner` may hold
     the module: Dynamo's cache would keep it alive.
 
+    `refuse_shared` is `KeptModules.refuse_shared` of the module, and must not hold it either.
+
     `runs` counts forwards of emitted code, so that the handle notices a call that did not go through it;
     `compilations` counts graphs that were emitted.
     """
 
-    def __init__(self, planner: Planner, before_backward: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        before_backward: Callable[[], None],
+        refuse_shared: Callable[[fx.GraphModule], None],
+    ) -> None:
         self.planner = planner
         self.before_backward = before_backward
+        self.refuse_shared = refuse_shared
         self.shared_casts = SharedCasts()
         self.runs = 0
         self.compilations = 0
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        refuse_layers(graph_module)
+        self.refuse_shared(graph_module)
         traced = DynamoGraph.of(graph_module)
         emitted: dict[str, Any] = {}
 

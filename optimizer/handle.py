@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from placemat.backend import Backend
@@ -24,6 +24,7 @@ from placemat.calls import call_difference, describe_call, is_trainable
 from placemat.graph import torch_private
 from placemat.graph.autocast import is_inside_region
 from placemat.graph.capture import Interrupt, capture, make_entry, reported
+from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import PlacematError, PlanMismatch, UndeclaredGradients, UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
@@ -64,8 +65,9 @@ class Handle:
         """State that belongs to this process: compiled code and which calls were seen."""
         self._decisions: dict[Any, bool] = {}  # call key -> whether the original forward runs
         self._entry = make_entry()
-        self._backend = Backend(_weak_planner(self), _gradient_watch(self))
+        self._backend = Backend(_weak_planner(self), _gradient_watch(self), _weak_refusal(self))
         self.warned_of_gradients = False
+        self._kept: KeptModules | None = None
         self._compiled = torch.compile(self._entry, backend=self._backend, fullgraph=True, dynamic=False)
 
     @property
@@ -89,6 +91,15 @@ class Handle:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+
+    @property
+    def kept(self) -> KeptModules:
+        """Modules that are kept eager; found when they are needed, since a copied module is not complete before."""
+        if self._kept is None:
+            options = next(iter(self.plans.values())).options if self.planner is None else {}
+            patterns = options.get("keep_eager", ()) if self.planner is None else self.planner.keep_eager
+            self._kept = KeptModules.find(self.module, patterns)
+        return self._kept
 
     def add_plan(self, plan: Plan) -> None:
         """Take a plan; it is also `module.plan`, unless the user's module has something else under that name."""
@@ -137,9 +148,9 @@ class Handle:
         if self.planner is None:
             (plan,) = self.plans.values()
             if plan.runs_original:
-                _check_fingerprint(plan, capture(self.original, args, kwargs).fingerprint)
+                _check_fingerprint(plan, capture(self.original, args, kwargs, self.kept).fingerprint)
             return plan.runs_original
-        plan = self.planner.plan(self.module, self.original, args, kwargs, known=self.plans)
+        plan = self.planner.plan(self.module, self.original, args, kwargs, self.kept, known=self.plans)
         if plan.fingerprint not in self.plans and self.plans:
             log.warning("placemat: new input shapes or flags, planned again under the same budget: %s", plan)
         self.add_plan(plan)
@@ -158,7 +169,7 @@ class Handle:
 
     def _run_compiled(self, args: Any, kwargs: Any) -> Any:
         runs, compilations = self._backend.runs, self._backend.compilations
-        with torch_private.compile_settings(), reported(self.original):
+        with torch_private.compile_settings(), self.kept.installed(), reported(self.original):
             output = self._compiled(self.original, args, kwargs, is_inside_region())
         if self._backend.compilations > compilations and self._backend.compilations in _MANY_COMPILATIONS:
             log.warning(
@@ -223,6 +234,17 @@ def _undeclared_gradients(handle: Handle, existing_bytes: int) -> str:
         "accumulate_grad=True if gradients are accumulated over several backwards; otherwise "
         "optimizer.zero_grad(set_to_none=True) before each step."
     )
+
+
+def _weak_refusal(handle: Handle) -> Callable[[fx.GraphModule], None]:
+    reference = weakref.ref(handle)
+
+    def refuse_shared(graph_module: fx.GraphModule) -> None:
+        alive = reference()
+        assert alive is not None, "a module compiles only while it is called"
+        alive.kept.refuse_shared(graph_module)
+
+    return refuse_shared
 
 
 def _check_fingerprint(plan: Plan, fingerprint: str) -> None:

@@ -18,6 +18,7 @@ from placemat.cost_models.workspaces import is_known
 from placemat.floor import Floor, lowered, minimum_budget
 from placemat.frontier import Frontier, check_points, problem_frontier
 from placemat.graph.capture import capture
+from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import BudgetTooSmall, InvalidSchedule, PlanMismatch
 from placemat.graph.forced import why_not_even_if_asked
 from placemat.graph.ir import OpGraph
@@ -88,6 +89,7 @@ class Planner:
     reserved_bytes: int = 0
     accumulate_grad: bool = False
     constraints: Constraints = field(default_factory=Constraints)
+    keep_eager: tuple[str, ...] = ()
     time_limit_s: float = 60.0
     gap: float = 0.01
     progress: Progress | None = None
@@ -104,9 +106,12 @@ class Planner:
         forward: Callable[..., Any],
         args: Any,
         kwargs: Mapping[str, Any],
+        kept: KeptModules,
         known: Mapping[str, Plan],
     ) -> Plan:
         """Plan one kind of call; a plan in `known` (by graph fingerprint) is taken as it is.
+
+        `kept` are the modules that `keep_eager` and the model itself ask for (`KeptModules.find`).
 
         Raises:
             CaptureError, UnsupportedFeature: the call cannot be planned.
@@ -114,10 +119,10 @@ class Planner:
             BudgetTooSmall: no plan fits the budget.
             SolverFailed: the solver found none in its time.
         """
-        joint, capture_seconds = self._capture(model, forward, args, kwargs)
+        joint, capture_seconds = self._capture(model, forward, args, kwargs, kept)
         if joint.fingerprint in known:
             return known[joint.fingerprint]
-        stages = self._stages(joint, capture_seconds, model, forward, args, kwargs)
+        stages = self._stages(joint, capture_seconds, model, forward, args, kwargs, kept)
         is_ample = self.budget_bytes is not None and stages.may_run_original(self.budget_bytes)
         floor = _quick_floor(stages.problem) if is_ample else self.floor(stages)
         budget_bytes = self._budget(stages, floor)
@@ -198,8 +203,9 @@ class Planner:
 
     def stages(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Stages:
         """Capture, lower and cost one kind of call."""
-        joint, capture_seconds = self._capture(model, forward, args, kwargs)
-        return self._stages(joint, capture_seconds, model, forward, args, kwargs)
+        kept = KeptModules.find(model, self.keep_eager)
+        joint, capture_seconds = self._capture(model, forward, args, kwargs, kept)
+        return self._stages(joint, capture_seconds, model, forward, args, kwargs, kept)
 
     def floor(self, stages: Stages) -> Floor:
         """Least peak of a plan for these stages. Found once per process and problem."""
@@ -215,13 +221,13 @@ class Planner:
         return floor
 
     def _capture(
-        self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, kept: KeptModules
     ) -> tuple[JointGraph, float]:
         the_device(model, args, kwargs)
         check_trainable(model, args, kwargs)
         self._say("capturing the model")
         started = time.perf_counter()
-        joint = capture(forward, args, kwargs)
+        joint = capture(forward, args, kwargs, kept)
         return joint, time.perf_counter() - started
 
     def _stages(
@@ -232,12 +238,13 @@ class Planner:
         forward: Callable[..., Any],
         args: Any,
         kwargs: Any,
+        kept: KeptModules,
     ) -> Stages:
         started = time.perf_counter()
         loss = LossRegion(frozenset(range(len(joint.tangents))))
         if self.loss_fn is not None:
             self._say("capturing the loss")
-            loss = capture_loss(joint, forward, self.loss_fn, args, kwargs)
+            loss = capture_loss(joint, forward, self.loss_fn, args, kwargs, kept)
         capture_seconds += time.perf_counter() - started
         lowering = lower(
             joint,
@@ -272,6 +279,7 @@ class Planner:
             "accumulate_grad": self.accumulate_grad,
             "keep": self.constraints.keep,
             "recompute": self.constraints.recompute,
+            "keep_eager": self.keep_eager,
             "time_limit_s": self.time_limit_s,
             "gap": self.gap,
         }

@@ -236,15 +236,12 @@ def run_function(module, x):
 @pytest.mark.parametrize(
     ("kind", "forward", "words"),
     [
-        (nn.LSTM, lambda m, x: m.layer(x.unsqueeze(1))[0].sum(), "LSTM, GRU or RNN"),
-        (nn.GRU, lambda m, x: m.layer(x.unsqueeze(1))[0].sum(), "LSTM, GRU or RNN"),
-        (nn.RNN, lambda m, x: m.layer(x.unsqueeze(1))[0].sum(), "LSTM, GRU or RNN"),
         (nn.LSTM, run_packed, "packed sequences"),
         (lambda *_: torch.gru, run_function, "LSTM, GRU or RNN"),
         (lambda *_: torch.ops.aten.gru.input, run_function, "LSTM, GRU or RNN"),
     ],
 )
-def test_recurrent_layers_are_refused_with_their_line(kind, forward, words, allowed):
+def test_recurrent_functions_and_packing_are_refused_with_their_line(kind, forward, words, allowed):
     model = Wrap(forward, layer=kind(8, 5))
     with (
         torch._dynamo.config.patch(allow_rnn=allowed),
