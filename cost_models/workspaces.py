@@ -42,8 +42,11 @@ def _formula(target: str) -> Formula | None:
 
 
 def is_known(target: str) -> bool:
-    """Whether `workspace_bytes` has a formula for this op, or knows that it needs nothing."""
-    return is_view(target) or target.startswith("placemat.") or _formula(target) is not None
+    """Whether `workspace_bytes` has a formula for this op, or knows that it needs nothing.
+
+    Those of modules that are kept eager come with the graph (`Op.known_workspace_bytes`).
+    """
+    return is_view(target) or target.startswith(("placemat.", "placemat_ops.eager_")) or _formula(target) is not None
 
 
 def is_bound(signature: OpSignature) -> bool:

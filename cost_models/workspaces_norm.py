@@ -78,8 +78,7 @@ def _channels_innermost(x: TensorSpec) -> bool:
 
 def _batch_norm(signature: OpSignature, num_threads: int) -> int:
     """Two rows of per-channel statistics in the parameters' dtype, one float row per thread if channels are innermost;
-    afterwards the two rows that scale and shift (batch_norm_kernel.cpp). Also the bytes by which the saved statistics
-    exceed what shape propagation says: a 16-bit input with float32 parameters saves float32 statistics.
+    afterwards the two rows that scale and shift (batch_norm_kernel.cpp).
     """
     x, weight = tensor(signature, 0), argument(signature, 1, "weight")
     channels = x.shape[1]
@@ -87,13 +86,11 @@ def _batch_norm(signature: OpSignature, num_threads: int) -> int:
     no_stats = signature.target.endswith(".no_stats")
     training = argument(signature, 3 if no_stats else 5, "training")
     scale_shift = 2 * channels * max(_FLOAT_BYTES, x.itemsize)
-    saved = output_tensors(signature)[1:3]
-    hidden = sum(max(0, row - s.nbytes) for s in saved if s.numel)
     if not training:
-        return hidden + scale_shift
+        return scale_shift
     per_thread = num_threads * channels * max(_FLOAT_BYTES, x.itemsize) if _channels_innermost(x) else 0
     copy = 0 if is_contiguous(x) or is_channels_last(x) else x.nbytes
-    return hidden + copy + max(2 * row + per_thread, scale_shift)
+    return copy + max(2 * row + per_thread, scale_shift)
 
 
 def _batch_norm_backward(signature: OpSignature, num_threads: int) -> int:
@@ -183,6 +180,15 @@ def _scatter(signature: OpSignature, num_threads: int) -> int:
     return wide + counts + result.numel + _FLOAT_BYTES + _INDEX_BYTES
 
 
+def _index_add(signature: OpSignature, num_threads: int) -> int:
+    """A copy of a result that is not contiguous, and a float32 one in 16-bit (TensorAdvancedIndexing.cpp). An upper
+    bound.
+    """
+    result = output_tensors(signature)[0]
+    copy = 0 if is_contiguous(tensor(signature, 0)) else result.nbytes
+    return copy + (result.numel * _FLOAT_BYTES if result.dtype in REDUCED else 0)
+
+
 def _zero(signature: OpSignature, num_threads: int) -> int:
     return 0
 
@@ -191,7 +197,7 @@ def _named(formula: Formula, names: str) -> dict[str, Formula]:
     return {f"aten.{name}": formula for name in names.split()}
 
 
-_ZERO = """index_select index_add index_copy slice_backward select_backward
+_ZERO = """index_select index_copy slice_backward select_backward
 diagonal_backward diagonal_scatter as_strided_scatter topk repeat_interleave 
 masked_scatter bucketize"""
 
@@ -204,6 +210,7 @@ FORMULAS: dict[str, Formula] = {
     **_named(_sort, "sort argsort"),
     **_named(_scatter, "gather scatter scatter_add scatter_reduce"),
     **_named(_zero, _ZERO),
+    "aten.index_add": _index_add,
     "placemat_ops.cumulative_batch_norm": _batch_norm,
     "aten._safe_softmax": _safe_softmax,
     "aten.native_layer_norm": _layer_norm,

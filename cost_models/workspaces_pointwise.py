@@ -138,6 +138,15 @@ def _log_sigmoid_forward(signature: OpSignature, num_threads: int) -> int:
     return contiguous_copy_bytes(tensor(signature, 0))
 
 
+def _normal(signature: OpSignature, num_threads: int) -> int:
+    """Means that are a tensor and one deviation: a second tensor. Deviations that are a tensor: the check of their
+    signs, an upper bound. Source: DistributionTemplates.h.
+    """
+    if len(signature.args) > 1 and isinstance(signature.args[1], TensorSpec):
+        return 4 * NUMBER_BYTES + 1
+    return output_tensors(signature)[0].nbytes if isinstance(signature.args[0], TensorSpec) else 0
+
+
 def _copy(signature: OpSignature, num_threads: int) -> int:
     """A copy of a transposed matrix into a contiguous one of the same dtype needs a block buffer."""
     source, out = input_tensors(signature)[-1], output_tensors(signature)[0]
@@ -172,7 +181,7 @@ _COMPARISON = "eq ne lt le gt ge logical_and logical_or logical_xor"
 _COPY = "clone _to_copy copy contiguous reshape slice_scatter select_scatter lift_fresh_copy"
 _ZERO = """fill full full_like zeros zeros_like ones ones_like empty empty_like empty_strided new_empty new_zeros
 new_ones new_full new_empty_strided arange scalar_tensor eye linspace tril triu bernoulli rand randn rand_like
-randn_like randint uniform normal logical_not bitwise_not isnan isinf masked_fill
+randn_like randint uniform logical_not bitwise_not isnan isinf masked_fill
 glu glu_backward log_sigmoid_backward constant_pad_nd flip"""
 
 FORMULAS: dict[str, Formula] = {
@@ -182,6 +191,7 @@ FORMULAS: dict[str, Formula] = {
     **_named(_copy, _COPY),
     **_named(_zero, _ZERO),
     **_named(_cat, "cat stack"),
+    "aten.normal": _normal,
     "aten.where": _where,
     "aten.native_dropout": _native_dropout,
     "aten.native_dropout_backward": _native_dropout_backward,

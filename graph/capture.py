@@ -9,19 +9,28 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
-from placemat.graph import torch_private
-from placemat.graph.autocast import weight_cache_is_on
+from placemat.graph import eager_ops, torch_private
+from placemat.graph.autocast import is_inside_region, is_used, mark_casts
+from placemat.graph.custom_ops import check_nothing_left_out, custom_calls
+from placemat.graph.data_dependent import refuse_data_dependent
+from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
+from placemat.graph.forward_hooks import LEFT_BEHIND, check_removed
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
-from placemat.graph.recurrent import refusal, refuse_layers, what_is_recurrent
+from placemat.graph.order import ancestors
+from placemat.graph.recurrent import refusal, refuse_layers, what_is_packed
 from placemat.graph.sources import is_library_file, tidy, user_line
+from placemat.graph.storages import storage_key
 
 
 class Interrupt(Exception):
@@ -42,23 +51,41 @@ def make_entry() -> Callable[..., Any]:
     Dynamo keeps what it compiled on code objects, and its limits too: modules that shared one would evict each other.
     """
 
-    def entry(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return forward(*args, **kwargs)
+    def entry(
+        forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], autocast_around: bool
+    ) -> Any:
+        if autocast_around:  # read here, Dynamo has a guard on it: mark_casts() depends on it
+            output = forward(*args, **kwargs)
+        else:
+            output = forward(*args, **kwargs)
+        check_removed()
+        return output
 
     entry.__code__ = entry.__code__.replace(co_name="placemat_step")
     return entry
 
 
-def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> JointGraph:
+def capture(
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    kept: KeptModules | None = None,
+) -> JointGraph:
     """Trace `forward(*args, **kwargs)` and its backward.
+
+    Args:
+        forward: of the model.
+        args, kwargs: one call.
+        kept: modules that stay opaque; of each a copy is run (`eager_facts`).
 
     Raises:
         CaptureError: the forward cannot be one graph; the message names the user's file and line.
-        UnsupportedFeature: it can, but nothing in it requires a gradient.
+        UnsupportedFeature: it can, but nothing in it requires a gradient, or an operator of it does in eager what a
+            captured step cannot.
     """
 
     def partition(joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **_: Any) -> NoReturn:
-        raise _Captured(make_joint(joint, num_fwd_outputs, names, autocast_cache))
+        raise _Captured(make_joint(joint, num_fwd_outputs, traced[0]))
 
     def forward_only(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> NoReturn:
         raise UnsupportedFeature(
@@ -67,20 +94,22 @@ def capture(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         )
 
     backend = torch_private.aot_backend(partition, forward_only, forward_only)
-    names: list[JointInput] = []
-    autocast_cache = weight_cache_is_on()
+    traced: list[DynamoGraph] = []
+
+    kept = kept or KeptModules({})
 
     def named_backend(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         refuse_layers(graph_module)
-        names[:] = input_names(graph_module)
+        kept.refuse_shared(graph_module)
+        traced.append(DynamoGraph.of(graph_module))
         return backend(graph_module, inputs)
 
     entry = make_entry()
     compiled = torch.compile(entry, backend=named_backend, fullgraph=True, dynamic=False)
     try:
         with torch_private.compile_settings(), torch_private.composites_on_meta(), torch.enable_grad():
-            with _no_collections(), reported(forward):
-                compiled(forward, tuple(args), dict(kwargs))
+            with kept.learning((args, kwargs)), kept.installed(), _no_collections(), reported(forward):
+                compiled(forward, tuple(args), dict(kwargs), is_inside_region())
     except _Captured as done:
         return done.joint
     finally:
@@ -106,10 +135,35 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def make_joint(
-    graph_module: fx.GraphModule, num_forward_outputs: int, names: Sequence[JointInput], autocast_cache: bool
-) -> JointGraph:
+@dataclass(frozen=True)
+class DynamoGraph:
+    """What is read from Dynamo's graph of the forward before AOTAutograd traces it.
+
+    Attributes:
+        inputs: in order.
+        custom_calls: calls of custom operators, see `custom_ops`.
+        uses_autocast: it runs under autocast, or opens a region of it.
+        unread_call: user's line of a call that makes a tensor which nothing reads, if there is one.
+    """
+
+    inputs: Sequence[JointInput]
+    custom_calls: Mapping[Any, list[str]]
+    uses_autocast: bool
+    unread_call: str | None
+
+    @classmethod
+    def of(cls, graph_module: fx.GraphModule) -> DynamoGraph:
+        """Also marks the graph's casts."""
+        mark_casts(graph_module)
+        uses_autocast, unread = is_used(graph_module.graph), unread_call(graph_module)
+        return cls(input_names(graph_module), custom_calls(graph_module), uses_autocast, unread)
+
+
+def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, traced: DynamoGraph) -> JointGraph:
     """JointGraph from what AOTAutograd hands to a partitioner."""
+    eager_ops.attach_facts(graph_module.graph)
+    check_nothing_left_out(graph_module, traced.custom_calls)
+    names = traced.inputs
     identity = fingerprint(graph_module, num_forward_outputs)
     joint = JointGraph(graph_module, num_forward_outputs, (), identity)
     if len(joint.primals) != len(joint.gradients):
@@ -119,7 +173,9 @@ def make_joint(
             "(torch.linalg.inv_ex, ...), or optimize the submodules around them."
         )
     inputs = tuple(names[i] if i < len(names) else JointInput(node.name, False) for i, node in enumerate(joint.primals))
-    return JointGraph(graph_module, num_forward_outputs, inputs, identity, autocast_cache)
+    made = JointGraph(graph_module, num_forward_outputs, inputs, identity, traced.unread_call)
+    refuse_data_dependent(made, autocast=traced.uses_autocast)
+    return made
 
 
 def input_names(graph_module: fx.GraphModule) -> list[JointInput]:
@@ -130,9 +186,29 @@ def input_names(graph_module: fx.GraphModule) -> list[JointInput]:
         source = getattr(getattr(example, "source", None), "name", node.name)
         text = str(source() if callable(source) else source)
         text = tidy(text.replace("L['args']", "args").replace("L['kwargs']", "kwargs"))
-        is_parameter = isinstance(getattr(example, "example", None), torch.nn.Parameter)
-        names.append(JointInput(text, is_parameter))
+        tensor = getattr(example, "example", None)
+        is_leaf = isinstance(tensor, torch.Tensor) and tensor.is_leaf and not tensor._is_view()
+        names.append(JointInput(text, isinstance(tensor, torch.nn.Parameter), is_leaf))
     return names
+
+
+def unread_call(graph_module: fx.GraphModule) -> str | None:
+    """User's line of a call in a Dynamo graph that makes a tensor for nothing; None if there is none.
+
+    Eager runs it, and a local variable may hold its result during the whole forward; the joint graph is without it.
+    """
+    graph = graph_module.graph
+    read = ancestors([n for n in graph.nodes if n.op == "output"])
+    there = {k for n in graph.nodes if n in read or n.op in ("placeholder", "get_attr") for k in _example_storages(n)}
+    for node in graph.nodes:
+        if node not in read and any(k not in there for k in _example_storages(node)):
+            return user_line(node.meta.get("stack_trace")) or node.name
+    return None
+
+
+def _example_storages(node: fx.Node) -> list[int]:
+    leaves = pytree.tree_leaves(node.meta.get("example_value"))
+    return [storage_key(t) for t in leaves if isinstance(t, torch.Tensor) and t.layout == torch.strided]
 
 
 class reported:
@@ -154,6 +230,9 @@ class reported:
                 f"{first_line(inner)}. Remedy: run the model eagerly once; if that works, restore() it and report "
                 "the operation named above."
             ) from inner
+        if isinstance(error, torch_private.TorchDynamoException) and (own := _own_error(error)) is not None:
+            where = user_frame(getattr(error, "real_stack", None) or ())
+            raise type(own)(f"{own} At {where}.") from error
         if isinstance(error, torch_private.Unsupported):
             raise CaptureError(_graph_break_text(error)) from error
         if isinstance(error, torch_private.TorchDynamoException):
@@ -164,20 +243,33 @@ class reported:
             ) from error
 
 
+def _own_error(error: BaseException) -> PlacematError | None:
+    """The error of ours that is behind one of Dynamo's: a kept module is looked at while Dynamo traces."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, PlacematError):
+        cause = cause.__cause__ or cause.__context__
+    return cause
+
+
 def _graph_break_text(error: Any) -> str:
+    if (left := re.search(LEFT_BEHIND + r" on ([\w, ]+)", str(error))) is not None:
+        return (
+            f"the model's forward registers hooks that are still there when it returns (on {left[1]}): every call "
+            "would add one, and be another graph. Remedy: register the hook once, outside of forward(), or remove it "
+            "before forward() returns."
+        )
     stack = getattr(error, "real_stack", None) or ()
     where = user_frame(stack)
     registration = next((f.name for f in stack if _registers_hook(f)), None)
     if registration is not None:
         return (
-            f"the model's forward calls {registration}(), and a graph cannot hold a change of a module's hooks. At "
-            f"{where}. Remedy: register the hook once, outside of forward(): it is then captured with the model, with "
-            "the arguments that it supplies and the attributes that it sets. What changes from call to call it can "
-            "read from an attribute of the module; or pass it as an argument."
+            f"the model's forward calls {registration}(), and a graph cannot hold this kind of hook. At {where}. "
+            "Remedy: register_forward_pre_hook() or register_forward_hook() without always_call=True, removed before "
+            "forward() returns; or register the hook once, outside of forward()."
         )
-    recurrent = what_is_recurrent(error)
-    if recurrent is not None:
-        return refusal(recurrent, where)
+    packed = what_is_packed(error)
+    if packed is not None:
+        return refusal(packed, where)
     kind = getattr(error, "gb_type", None) or "graph break"
     return (
         f"the model's forward cannot be captured as one graph ({kind}; data-dependent control flow, calls out of "
@@ -190,7 +282,7 @@ def _graph_break_text(error: Any) -> str:
 def _registers_hook(frame: traceback.FrameSummary) -> bool:
     """Whether a frame is one of torch.nn.Module's methods that register a hook."""
     is_method = frame.name.startswith("register_") and frame.name.endswith("_hook")
-    return is_method and frame.filename == torch.nn.Module.register_forward_hook.__code__.co_filename
+    return is_method and frame.filename == torch.nn.Module.register_buffer.__code__.co_filename
 
 
 def user_frame(stack: Sequence[traceback.FrameSummary]) -> str:

@@ -64,3 +64,7 @@ class SolverFailed(PlacematError):
 
 class InvalidSchedule(PlacematError):
     """A schedule breaks a rule of the referee (`simulate`)."""
+
+
+class UndeclaredGradients(UserWarning):
+    """A backward begins while gradients exist that the plan does not count; told once per module."""

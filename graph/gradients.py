@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from placemat.graph import eager_ops
+
 aten = torch.ops.aten
 
 _SUMS = (aten.add.Tensor,)
@@ -40,8 +42,10 @@ def prune_tangents(graph: fx.Graph, absent: Sequence[fx.Node]) -> None:
             continue
         dependent.add(node)
         missing = [n for n in needed if n in gone]
-        if len(missing) == len(needed):
+        if node in gone or len(missing) == len(needed):
             gone.add(node)
+        elif missing and node.target is eager_ops.BACKWARD:
+            gone.update(eager_ops.drop_absent_grads(node, gone))
         elif missing and not _take_other_term(node, gone):
             for source in missing:
                 with graph.inserting_before(node):
@@ -128,3 +132,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return expected == math.prod(s for s in tensor.shape if s > 1)
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to its last: more than its elements take if its strides leave gaps."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (1 + last) * tensor.element_size()

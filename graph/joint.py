@@ -12,13 +12,20 @@ from torch import fx
 
 from placemat.graph.torch_private import is_tangent, mutated_input_of_output
 
+# Key in `node.meta["custom"]`: which of autocast's caches a cast goes to (see `autocast.mark_casts`).
+CAST_CACHE = "placemat_autocast_cache"
+
 
 @dataclass(frozen=True)
 class JointInput:
-    """One non-tangent input of the joint graph: its name for people ("h.0.mlp.weight", "args[0]")."""
+    """One non-tangent input of the joint graph: its name for people ("h.0.mlp.weight", "args[0]").
+
+    `is_leaf`: for autograd it is a leaf and no view; autocast keeps casts of no other tensor.
+    """
 
     name: str
     is_parameter: bool
+    is_leaf: bool = False
 
 
 @dataclass(frozen=True)
@@ -30,14 +37,15 @@ class JointGraph:
         num_forward_outputs: how many of the outputs belong to the forward.
         inputs: one per primal, in order.
         fingerprint: identity of the graph, equal in every process (see `fingerprint`).
-        autocast_cache: captured while autocast was on and kept its casts of weights.
+        unread_call: user's line of a call that makes a tensor which nothing reads, if the forward has one: it is not
+            in the graph.
     """
 
     graph_module: fx.GraphModule
     num_forward_outputs: int
     inputs: tuple[JointInput, ...]
     fingerprint: str
-    autocast_cache: bool = False
+    unread_call: str | None = None
 
     @property
     def placeholders(self) -> list[fx.Node]:
@@ -96,6 +104,8 @@ def _describe_graph(graph_module: fx.GraphModule, text: list[str], ordinals: dic
         text.append(
             f"{node.op}|{_target_name(target)}|{arguments}|{_describe(node.meta.get('val'), position, ordinals)}"
         )
+        if node.target is torch.ops.aten._to_copy.default and CAST_CACHE in (node.meta.get("custom") or {}):
+            text.append(f"cached in {node.meta['custom'][CAST_CACHE]}")
         if node.op == "get_attr":
             attribute = _attribute(graph_module, str(node.target))
             if isinstance(attribute, fx.GraphModule):

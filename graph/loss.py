@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from placemat.graph import gradients, torch_private
 from placemat.graph.capture import capture
+from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import LossRegion
@@ -38,6 +39,8 @@ _mark.register_autograd(
     lambda ctx, g: (_mark_gradient(g, ctx.index), None),
     setup_context=lambda ctx, inputs, output: setattr(ctx, "index", inputs[1]),
 )
+_PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor)
+_NUMBER_BYTES = 8  # int64 or float64 (`wrapped_scalar_tensor`)
 _MARK = torch.ops.placemat.mark.default
 _MARK_GRADIENT = torch.ops.placemat.mark_gradient.default
 
@@ -48,6 +51,7 @@ def capture_loss(
     loss_fn: Callable[[Any], torch.Tensor],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    kept: KeptModules | None = None,
 ) -> LossRegion:
     """What `loss_fn(forward(...))` does at the border of `joint`, the capture of `forward` alone. Nothing is executed.
 
@@ -64,7 +68,7 @@ def capture_loss(
             pytree.tree_unflatten(marked, structure)
         ), leaves  # leaves: so that no part of the model is left out
 
-    whole = capture(with_loss, args, kwargs)
+    whole = capture(with_loss, args, kwargs, kept)
     graph = whole.graph_module.graph
     loss_outputs = _outputs_behind_marks(whole)
     if not loss_outputs:
@@ -84,7 +88,7 @@ def capture_loss(
     loss_bytes = sum(storage_bytes(n, t) for n, t in losses)
     return LossRegion(
         used_tangents=_used_tangents(joint, whole),
-        workspace_bytes=max(0, _workspace_bytes(whole) - loss_bytes),
+        workspace_bytes=_workspace_bytes(whole, {storage_key(t) for _, t in losses}),
         held_bytes=loss_bytes + sum(t.numel() * t.element_size() for _, t in losses),  # and what backward() starts from
         tangents_held=is_output or not torch_private.TANGENTS_ARE_FREED,
     )
@@ -129,8 +133,8 @@ def _calls(joint: JointGraph) -> list[fx.Node]:
     return [n for n in split_phases(joint)[0] if n in needed and n.target is not _MARK]
 
 
-def _workspace_bytes(whole: JointGraph) -> int:
-    """Most bytes that the loss holds beside the gradients it returns.
+def _workspace_bytes(whole: JointGraph, losses: set[int]) -> int:
+    """Most bytes that the loss holds beside itself (`losses`: its storages) and the gradients it returns.
 
     An upper bound on what eager does: every intermediate of the loss lives until the loss is computed, and on until its
     last use in the loss's backward if that reads it. What one node of autograd makes and reads lives until it returns.
@@ -160,15 +164,24 @@ def _workspace_bytes(whole: JointGraph) -> int:
     live: dict[int, int] = {}
     peak = 0
     num_forward = sum(n in inside for n in forward)
+    saved_numbers = sum(_number_bytes(n) for n in steps[:num_forward])
     for i, node in enumerate(steps):
         for tensor in tensors_of(node):
             if tensor is not None and (key := storage_key(tensor)) not in outside:
                 live[key] = storage_bytes(node, tensor)
-        peak = max(peak, sum(live.values()) - sum(live[k] for k in returned if k in live))
+        held = saved_numbers + sum(size for k, size in live.items() if k not in returned and k not in losses)
+        peak = max(peak, held + _number_bytes(node))
         if i >= num_forward - 1 and _ends_autograd_node(steps, i):
             for key in [k for k in live if last_use[k] <= i and k not in returned]:
                 del live[key]
     return peak
+
+
+def _number_bytes(node: fx.Node) -> int:
+    """Bytes of the tensors that eager wraps Python numbers into: autograd saves those that are factors."""
+    if node.target not in _PRODUCTS:
+        return 0
+    return sum(_NUMBER_BYTES for a in node.args[:2] if isinstance(a, (int, float)))
 
 
 def _ends_autograd_node(steps: Sequence[fx.Node], index: int) -> bool:

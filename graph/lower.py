@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from placemat.graph import autocast, batch_norm, gradients, purity
+from placemat.graph import autocast, batch_norm, eager_lower, gradients, purity
 from placemat.graph.ir import Op, OpGraph, OpSignature, Phase, Role, Value
 from placemat.graph.joint import JointGraph
 from placemat.graph.order import split_phases, writes
@@ -105,11 +105,12 @@ def lower(
     loss = loss or LossRegion(frozenset(range(len(joint.tangents))))
     graph = joint.graph_module.graph
     _merge_results(graph)
-    if joint.autocast_cache:
-        autocast.merge_weight_casts(graph, joint.primals, joint.gradients)
+    cached = [i for i, known in enumerate(joint.inputs) if known.is_leaf]
+    autocast.merge_weight_casts(graph, [joint.primals[i] for i in cached], [joint.gradients[i] for i in cached])
     batch_norm.drop_running_statistics(graph)
     batch_norm.drop_statistics_copies(graph)
     gradients.prune_tangents(graph, [t for i, t in enumerate(joint.tangents) if i not in loss.used_tangents])
+    eager_lower.check_sums(graph)
     build = _Builder(joint, loss)
     _bind_static(build)
     forward, backward = split_phases(joint)
@@ -130,6 +131,7 @@ def lower(
         static_bytes=dict(static_bytes),
         device=device,
         fingerprint=joint.fingerprint,
+        notes=eager_lower.notes(graph, device),
     )
     return Lowering(
         joint=joint,
@@ -180,13 +182,10 @@ def _bind_static(build: _Builder) -> None:
 def _add_call(build: _Builder, node: fx.Node, phase: Phase, device: str, path: str) -> None:
     """Add a call as an op, or fold it into the storage that it views."""
     mutated = next((build.mutated_reads[n] for n in node.all_input_nodes if n in build.mutated_reads), None)
-    if _is_view(build, node):
+    if _is_view(build, node) or node.target is operator.getitem:  # storages of results were registered with their op
         _alias(build, node)
         if mutated is not None:
             build.mutated_reads[node] = mutated
-        return
-    if node.target is operator.getitem:  # a result of an op: its storage was registered with the op
-        _alias(build, node)
         return
     inputs = _reads(build, node)
     recompute_inputs, extra = inputs, 0
@@ -207,6 +206,7 @@ def _add_call(build: _Builder, node: fx.Node, phase: Phase, device: str, path: s
         why_not=why_not,
         module_path=path,
         source=user_line(node.meta.get("stack_trace")),
+        known_workspace_bytes=eager_lower.workspace_bytes(node),
         known_recompute_workspace_bytes=extra,
     )
     _append(build, op, node)
@@ -336,25 +336,42 @@ def _add_border(build: _Builder) -> int:
     """The caller's turn: the loss and its gradient, which become the tangents."""
     outputs = tuple(sorted({v.index for v in build.values if v.pinned}))
     index = len(build.ops)
+    tangents, copied_bytes = _add_tangents(build, index)
+    if copied_bytes and build.loss.tangents_held:
+        tangents.append(_new_value(build, "copied_tangents", copied_bytes, index, "tangent", pinned=True))
+    if build.loss.held_bytes:
+        tangents.append(_new_value(build, "loss", build.loss.held_bytes, index, "output", pinned=True))
+    passing_bytes = 0 if build.loss.tangents_held else copied_bytes
+    workspace_bytes = max(build.loss.workspace_bytes, passing_bytes)
+    op = _pseudo_op(build, "border", "border", outputs, tuple(tangents), known_workspace_bytes=workspace_bytes)
+    _append(build, op, None)
+    return index
+
+
+def _add_tangents(build: _Builder, border: int) -> tuple[list[int], int]:
+    """Values of the tangents that the loss sends, and the bytes of those that are copied before backward reads them.
+
+    AOT copies a tangent into the strides of its output if it has others. One of an output whose strides leave gaps
+    comes dense, so the backward has a copy with gaps, and whoever holds the tangent has what came.
+    """
     tangents: list[int] = []
+    copied_bytes = 0
     for i, node in enumerate(build.joint.tangents):
         if i not in build.loss.used_tangents:
             continue
         (tensor,) = tensors_of(node)
         assert tensor is not None
-        nbytes = tensor.numel() * tensor.element_size()  # AOT makes a tangent dense before the backward reads it
-        value = _new_value(build, node.name, nbytes, index, "tangent", pinned=build.loss.tangents_held)
+        dense_bytes = tensor.numel() * tensor.element_size()
+        nbytes = max(dense_bytes, gradients.span_bytes(tensor))
+        is_copied = nbytes > dense_bytes
+        copied_bytes += dense_bytes if is_copied else 0
+        pinned = build.loss.tangents_held and not is_copied
+        value = _new_value(build, node.name, nbytes, border, "tangent", pinned=pinned)
         build.value_of_storage[storage_key(tensor)] = value
         build.value_of_node[node] = value
         build.base_of_value[value] = node
         tangents.append(value)
-    if build.loss.held_bytes:
-        tangents.append(_new_value(build, "loss", build.loss.held_bytes, index, "output", pinned=True))
-    op = _pseudo_op(
-        build, "border", "border", outputs, tuple(tangents), known_workspace_bytes=build.loss.workspace_bytes
-    )
-    _append(build, op, None)
-    return index
+    return tangents, copied_bytes
 
 
 def _add_accumulate(build: _Builder, accumulate_grad: bool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from placemat.graph.eager_ops import FORWARD
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.sources import user_line
 from placemat.graph.storages import argument
@@ -69,6 +70,8 @@ def why_not_recomputable(node: fx.Node, reads_mutated_input: str | None) -> str 
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return f"{getattr(target, '__name__', target)} is not an operator that is known to be pure"
+    if target is FORWARD:
+        return "its module is kept eager"
     if target.namespace not in KNOWN_NAMESPACES:
         return f"custom operator {target.name()} is not known to be pure"
     if (fact := declared_impurity(target)) is not None:

@@ -16,34 +16,40 @@ _SELF = re.compile(r"^L\['\w+'\]\.__self__\.?")
 _INDEX = re.compile(r"\[(?:'([^']+)'|(\d+))\]|(?:^|\.)_(?:modules|parameters|buffers)(?=[\[.])")
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_LIBRARY_ROOTS = (
-    os.path.dirname(os.path.abspath(torch.__file__)),
-    sysconfig.get_paths()["stdlib"],
-    *(os.path.join(_HERE, name) for name in ("graph", "optimizer", "cost_models")),
-)
+_OWN_ROOTS = tuple(os.path.join(_HERE, name) for name in ("graph", "optimizer", "cost_models"))
+_LIBRARY_ROOTS = (os.path.dirname(os.path.abspath(torch.__file__)), sysconfig.get_paths()["stdlib"], *_OWN_ROOTS)
 
 
 @functools.lru_cache(maxsize=1024)
 def is_library_file(path: str) -> bool:
     """Whether a file belongs to torch, the standard library or placemat: frames there are not the user's."""
-    full = os.path.abspath(path)
-    if f"{os.sep}site-packages{os.sep}" in full:  # the standard library's directory contains site-packages
-        return any(full.startswith(root + os.sep) for root in _LIBRARY_ROOTS if root != _LIBRARY_ROOTS[1])
-    return any(full.startswith(root + os.sep) for root in _LIBRARY_ROOTS)
+    if f"{os.sep}site-packages{os.sep}" in os.path.abspath(path):  # the standard library's directory contains it
+        return _is_inside(path, tuple(root for root in _LIBRARY_ROOTS if root != _LIBRARY_ROOTS[1]))
+    return _is_inside(path, _LIBRARY_ROOTS)
+
+
+def _is_inside(path: str, roots: tuple[str, ...]) -> bool:
+    return os.path.abspath(path).startswith(tuple(root + os.sep for root in roots))
 
 
 def user_line(stack_trace: str | None) -> str | None:
-    """Deepest frame of a recorded stack that is the user's: "model.py:12, in forward: x = self.a(x)"."""
-    best = None
+    """Deepest frame of a recorded stack that is the user's: "model.py:12, in forward: x = self.a(x)".
+
+    If all are a library's (a Sequential, called by nobody else's forward), the deepest that is not placemat's.
+    """
+    users = library = None
     lines = (stack_trace or "").splitlines()
     for i, text in enumerate(lines):
         match = _FRAME.match(text)
         if match is None:
             continue
         code = lines[i + 1].strip() if i + 1 < len(lines) else ""
-        if best is None or not is_library_file(match["file"]):
-            best = f"{match['file']}:{match['line']}, in {match['function']}: {code}"
-    return best
+        frame = f"{match['file']}:{match['line']}, in {match['function']}: {code}"
+        if not is_library_file(match["file"]):
+            users = frame
+        elif not _is_inside(match["file"], _OWN_ROOTS):
+            library = frame
+    return users or library
 
 
 def module_path(node: fx.Node) -> str:

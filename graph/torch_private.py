@@ -8,16 +8,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._functorch.config
 from torch._C._profiler import _ExperimentalConfig
+from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch.autograd import ProfilerConfig, ProfilerState
@@ -25,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from placemat.graph.cumulative_batch_norm import read_at_run_time
 from placemat.graph.errors import UnsupportedFeature
+from placemat.graph.forward_hooks import traced_registration
 
 __all__ = [
     "TANGENTS_ARE_FREED",
@@ -45,6 +48,11 @@ __all__ = [
     "is_profiling",
     "is_tangent",
     "mutated_input_of_output",
+    "opaque_to_dynamo",
+    "outside_tracing",
+    "pending_attribute_writes",
+    "real_tensor_of",
+    "running_backward",
 ]
 
 _LARGE = 1 << 30
@@ -82,8 +90,8 @@ def compile_settings() -> Iterator[None]:
             optimize_ddp=False,
             ignore_logger_methods=ignored,
             suppress_errors=False,
-            # What it makes of such layers gives other bits than the kernels that eager runs (graph/recurrent.py).
-            allow_rnn=False,
+            # Recurrent layers are kept eager; what would be traced of them is refused (graph/recurrent.py).
+            allow_rnn=True,
             # Otherwise Dynamo draws numpy's random numbers from torch's generator; now such a call ends the capture.
             use_numpy_random_stream=True,
         ),
@@ -91,6 +99,7 @@ def compile_settings() -> Iterator[None]:
         # (torch/fx/graph.py, eliminate_dead_code), whatever the backend.
         inductor_config.patch(fallback_random=True),
         read_at_run_time(),
+        traced_registration(),
     ):
         yield
 
@@ -134,6 +143,46 @@ def _composites_with_meta_kernels() -> tuple[Any, ...]:
 def disable_modes() -> contextlib.AbstractContextManager[Any]:
     """Leave fake-tensor and proxy modes: real tensors can be made inside."""
     return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def outside_tracing() -> Iterator[None]:
+    """Run real kernels in the middle of a trace, as eager picks them.
+
+    No modes, no Python kernels in their place, and hooks on saved tensors run, which a trace puts off.
+    """
+    present = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        with _disable_current_modes(), no_python_dispatcher():
+            yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(present)
+
+
+def opaque_to_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that Dynamo does not look into: AOTAutograd runs it and records the operators that it calls."""
+    opaque: Callable[..., Any] = torch._dynamo.nonstrict_trace(function)
+    return opaque
+
+
+def real_tensor_of(fake: torch.Tensor, candidates: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    """The candidate that a trace stands a fake tensor in for, if there is one."""
+    mode = getattr(fake, "fake_mode", None)
+    if mode is None:
+        return None
+    return next((t for t in candidates if mode.fake_tensor_converter._get_memo(t) is fake), None)
+
+
+def pending_attribute_writes(modules: Container[Any]) -> str | None:
+    """Name of an attribute of one of the modules that the traced forward has written to so far.
+
+    Dynamo does such writes only when the compiled code has run.
+    """
+    for variable, attributes in InstructionTranslator.current_tx().output.side_effects.store_attr_mutations.items():
+        value = getattr(variable, "value", None)
+        if attributes and isinstance(value, torch.nn.Module) and value in modules:
+            return next(iter(attributes))
+    return None
 
 
 def clear_donated_buffers() -> Any:
@@ -196,6 +245,11 @@ def has_autocast_rule(op: Any, device: str) -> bool:
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def running_backward() -> int:
+    """Number of the backward that runs on this thread; -1 if none does."""
+    return int(torch._C._current_graph_task_id())
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:

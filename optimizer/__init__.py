@@ -14,6 +14,7 @@ from placemat.graph.errors import (
     PlacematError,
     PlanMismatch,
     SolverFailed,
+    UndeclaredGradients,
     UnsupportedFeature,
 )
 from placemat.measure import Measurement, measure
@@ -45,6 +46,7 @@ __all__ = [
     "Simulation",
     "SolveResult",
     "SolverFailed",
+    "UndeclaredGradients",
     "UnsupportedFeature",
     "apply",
     "chen_sqrt_n",

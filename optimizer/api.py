@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from placemat.calls import module_digest, the_device
-from placemat.constraints import parse_constraints
+from placemat.constraints import parse_constraints, parse_patterns
 from placemat.cost_models import CostModel, default_cost_model
 from placemat.frontier import Frontier
+from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import PlacematError, PlanMismatch
 from placemat.handle import Handle
 from placemat.pipeline import Planner, Progress
@@ -35,6 +36,7 @@ def optimize(
     accumulate_grad: bool = False,
     keep: Iterable[Any] = (),
     recompute: Iterable[Any] = (),
+    keep_eager: Iterable[str] = (),
     time_limit_s: float = 60.0,
     gap: float = 0.01,
     progress: bool | Progress = False,
@@ -60,13 +62,16 @@ def optimize(
             again: backward finds its results. The results of what matches `recompute` are not held from forward to
             backward, however large the budget. An operator that is not known to be pure counts as pure if `recompute`
             names it.
+        keep_eager: paths of modules (* is a wildcard) that run inside the step as they are, with eager's autograd: for
+            what cannot be captured. They are never recomputed, what they save is kept, and while planning a copy of
+            each is run once, on zeros. Recurrent layers (nn.LSTM, GRU, RNN) are kept so without being named.
         time_limit_s, gap: when the solver may stop: after these seconds, or with an overhead proven this close to
             the least. Ctrl-C stops it too, with the best plan so far.
         progress: True prints a line per stage to standard error; a function gets the lines instead.
 
     Raises:
         ConstraintError: an entry of `keep` or `recompute` matches nothing, contradicts another, or asks for what
-            cannot be; names the op and its source line.
+            cannot be; names the op and its source line. An entry of `keep_eager` matches no module, or nested ones.
         BudgetTooSmall: with the smallest budget, its decomposition, the op that binds and its source line.
         CaptureError: the forward is not one graph; names the user's file and line.
         UnsupportedFeature, SolverFailed: see their messages.
@@ -84,6 +89,7 @@ def optimize(
         accumulate_grad=accumulate_grad,
         keep=keep,
         recompute=recompute,
+        keep_eager=keep_eager,
         time_limit_s=time_limit_s,
         gap=gap,
         progress=progress,
@@ -91,7 +97,7 @@ def optimize(
     handle = Handle(model, planner)
     if example_args is not None or example_kwargs is not None:
         args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
-        handle.remember(planner.plan(model, original_forward(model), args, kwargs, known={}), args, kwargs)
+        handle.remember(planner.plan(model, original_forward(model), args, kwargs, handle.kept, known={}), args, kwargs)
     _install(model, handle)
     return model
 
@@ -114,7 +120,9 @@ def plan(
             "training call; fake or meta tensors do."
         )
     planner = _planner(model, example_args, example_kwargs, budget_bytes=budget_bytes, **options)
-    return planner.plan(model, original_forward(model), tuple(example_args or ()), dict(example_kwargs or {}), known={})
+    args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
+    kept = KeptModules.find(model, planner.keep_eager)
+    return planner.plan(model, original_forward(model), args, kwargs, kept, known={})
 
 
 def minimum_budget(
@@ -231,6 +239,7 @@ def _planner(
     accumulate_grad: bool = False,
     keep: Iterable[Any] = (),
     recompute: Iterable[Any] = (),
+    keep_eager: Iterable[str] = (),
     time_limit_s: float = 60.0,
     gap: float = 0.01,
     progress: bool | Progress = False,
@@ -249,6 +258,7 @@ def _planner(
         reserved_bytes=parse_bytes(reserved_bytes, "reserved_bytes", minimum=0),
         accumulate_grad=accumulate_grad,
         constraints=parse_constraints(keep, recompute),
+        keep_eager=parse_patterns("keep_eager", keep_eager),
         time_limit_s=time_limit_s,
         gap=gap,
         progress=_progress(progress),

@@ -15,40 +15,58 @@ from torch import fx
 from placemat.codegen import Boxed, boxed_function
 from placemat.emit import EmittedStep, emit
 from placemat.graph import gradients, torch_private
-from placemat.graph.autocast import LOW_PRECISION, sensitive_backward_op, weight_cache_is_on
-from placemat.graph.capture import input_names, make_joint
+from placemat.graph.aliases import guard_views, split_gradients
+from placemat.graph.autocast import LOW_PRECISION, casts_outlive_forward, sensitive_backward_op
+from placemat.graph.capture import DynamoGraph, make_joint
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
+from placemat.graph.recurrent import refuse_layers
 from placemat.schedule import Schedule
+from placemat.shared_casts import SharedCasts, present_region
 
 # From the joint graph that is being compiled to its lowering under the plan, and the plan's schedule.
 Planner = Callable[[JointGraph], tuple[Lowering, Schedule]]
 
 
 class Backend:
-    """A Dynamo backend for one module. `planner` must not hold the module: Dynamo's cache would keep it alive.
+    """A Dynamo backend for one module. `before_backward` runs when a backward begins. Neither it nor `planner` may hold
+    the module: Dynamo's cache would keep it alive.
+
+    `refuse_shared` is `KeptModules.refuse_shared` of the module, and must not hold it either.
 
     `runs` counts forwards of emitted code, so that the handle notices a call that did not go through it;
     `compilations` counts graphs that were emitted.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        before_backward: Callable[[], None],
+        refuse_shared: Callable[[fx.GraphModule], None],
+    ) -> None:
         self.planner = planner
+        self.before_backward = before_backward
+        self.refuse_shared = refuse_shared
+        self.shared_casts = SharedCasts()
         self.runs = 0
         self.compilations = 0
 
     def __call__(self, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        names = input_names(graph_module)
-        autocast_cache = weight_cache_is_on()
+        refuse_layers(graph_module)
+        self.refuse_shared(graph_module)
+        traced = DynamoGraph.of(graph_module)
         emitted: dict[str, Any] = {}
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-            made = make_joint(joint, num_fwd_outputs, names, autocast_cache)
+            made = make_joint(joint, num_fwd_outputs, traced)
             lowering, schedule = self.planner(made)
             emitted["autocast"] = _AutocastGuard(made, lowering.graph.device)
+            leaves = [p for p, known in zip(made.primals, made.inputs, strict=True) if known.is_leaf]
+            emitted["shares"] = lowering.graph.device if casts_outlive_forward(leaves) else None
             step = emit(lowering, schedule)
             emitted["backward"] = _backward(step, lowering)
+            emitted["split"] = split_gradients(made)
             self.compilations += 1
             return step.forward, step.backward
 
@@ -64,7 +82,11 @@ class Backend:
 
         def run(*args: Any) -> Any:
             outputs = compiled(*args)
-            guard_backward(outputs, emitted["region"], emitted["autocast"])
+            checks = [emitted["autocast"], lambda grads: self.before_backward()]
+            if emitted["shares"] is not None and (cache := present_region(emitted["shares"])) is not None:
+                checks.append(lambda grads: self.shared_casts.check(cache))
+            guard_backward(outputs, emitted["region"], checks)
+            guard_views(outputs, emitted["split"])
             return outputs
 
         return run
@@ -78,19 +100,20 @@ class Backend:
         return counted
 
 
-def guard_backward(outputs: Any, region: Any, autocast_guard: Callable[[Any], None]) -> None:
+def guard_backward(outputs: Any, region: Any, checks: Sequence[Callable[[Any], None]]) -> None:
     """Prepare the autograd node of a forward that just ran.
 
     Gradients that the loss does not send stay None instead of zeros; a backward that is itself recorded for a second
-    derivative is refused, because PyTorch would return wrong values for some inputs without a word; so is one under an
-    autocast that would change it.
+    derivative is refused, because PyTorch would return wrong values for some inputs without a word. `checks` are called
+    with the gradients when the backward begins.
     """
     node = torch_private.backward_node(outputs, region)
     if node is None:
         return
     node.set_materialize_grads(False)
     node.register_prehook(_refuse_double_backward)
-    node.register_prehook(autocast_guard)
+    for check in checks:
+        node.register_prehook(check)
 
 
 class _AutocastGuard:

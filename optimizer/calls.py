@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.static import devices_of, tensors_in
+from placemat.training_state import named_leaves
 
 
 def the_device(model: nn.Module, args: Any, kwargs: Any) -> torch.device:
@@ -51,3 +54,58 @@ def input_digest(args: Any, kwargs: Any) -> str:
     """sha256 over shapes and dtypes of the tensor inputs."""
     rows = [f"{tuple(t.shape)}|{t.dtype}" for t in tensors_in((args, kwargs))]
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()
+
+
+def describe_call(
+    model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+) -> dict[str, str]:
+    """What tells a call of `forward` from others, by name: arguments, train flags, autocast, what is trained."""
+    try:
+        arguments = inspect.signature(forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):  # no signature, or one that the call does not fit
+        arguments = {"args": args, "kwargs": dict(kwargs)}
+    leaves = (leaf for name, value in arguments.items() for leaf in named_leaves(value, f"argument {name}"))
+    described = {name: _describe_leaf(leaf) for name, leaf in leaves}
+    modules, parameters = list(model.modules()), list(model.parameters())
+    described["modules in training"] = f"{sum(m.training for m in modules)} of {len(modules)}"
+    described["parameters that require a gradient"] = f"{sum(p.requires_grad for p in parameters)} of {len(parameters)}"
+    for device in ("cpu", "cuda"):
+        is_on = torch.is_autocast_enabled(device)
+        described[f"autocast on {device}"] = (
+            str(torch.get_autocast_dtype(device)).removeprefix("torch.") if is_on else "off"
+        )
+    return described
+
+
+def _describe_leaf(leaf: object) -> str:
+    if isinstance(leaf, torch.Tensor):
+        gradient = ", requires a gradient" if leaf.requires_grad else ""
+        layout = "" if leaf.layout == torch.strided and leaf.is_contiguous() else ", not contiguous"
+        return f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)} on {leaf.device}{layout}{gradient}"
+    is_plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device))
+    return repr(leaf) if is_plain else type(leaf).__name__
+
+
+def call_difference(planned: Iterable[Mapping[str, str]], call: Mapping[str, str]) -> str:
+    """How a call differs from the one of the planned calls that is most like it; "" if nothing is planned."""
+    differences = [_differences(each, call) for each in planned]
+    if not differences:
+        return ""
+    found = min(differences, key=len)
+    if not found:
+        return (
+            "Its arguments and modes are those of a call that was planned: Python state outside of them changed what "
+            "the forward does."
+        )
+    return f"This call is not one that was planned; from the nearest of those it differs in: {'; '.join(found)}."
+
+
+def _differences(planned: Mapping[str, str], call: Mapping[str, str]) -> list[str]:
+    gone = [f"{name} is not given (planned: {text})" for name, text in planned.items() if name not in call]
+    extra = [f"{name} is extra ({text})" for name, text in call.items() if name not in planned]
+    changed = [
+        f"{name} is {text} (planned: {planned[name]})"
+        for name, text in call.items()
+        if name in planned and planned[name] != text
+    ]
+    return gone + extra + changed

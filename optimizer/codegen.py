@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from placemat.graph.eager_ops import RUNS
+
 Boxed = Callable[[list[Any]], list[Any]]
 
 
@@ -78,7 +80,7 @@ class _Writer:
 
     def call(self, node: fx.Node) -> str:
         target = node.target
-        function = target._op if isinstance(target, torch._ops.OpOverload) else target
+        function = RUNS.get(target) or (target._op if isinstance(target, torch._ops.OpOverload) else target)
         if function is operator.getitem:
             return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
         arguments = [self.text(a) for a in node.args] + [f"{k}={self.text(a)}" for k, a in node.kwargs.items()]

@@ -49,6 +49,18 @@ def parse_constraints(keep: Iterable[object], recompute: Iterable[object]) -> Co
     return Constraints(_entries("keep", keep), _entries("recompute", recompute))
 
 
+def parse_patterns(argument: str, given: Iterable[object]) -> tuple[str, ...]:
+    """Module-path patterns.
+
+    Raises:
+        ConstraintError: the argument is no list of texts.
+    """
+    entries = _entries(argument, given)
+    if any(not isinstance(entry, str) for entry in given):
+        raise ConstraintError(f"{argument}= is about modules, not operators: {entries}.")
+    return entries
+
+
 def _entries(argument: str, given: Iterable[object]) -> tuple[str, ...]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ConstraintError(f"{argument}= is a list of module-name patterns and operators: write [{given!r}].")

@@ -7,27 +7,31 @@ forward (no gradients wanted, or the budget is ample), the planned code, or a re
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
+import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from placemat.backend import Backend
-from placemat.calls import is_trainable
+from placemat.calls import call_difference, describe_call, is_trainable
 from placemat.graph import torch_private
-from placemat.graph.autocast import weight_cache_is_on
+from placemat.graph.autocast import is_inside_region
 from placemat.graph.capture import Interrupt, capture, make_entry, reported
-from placemat.graph.errors import PlanMismatch, UnsupportedFeature
+from placemat.graph.eager_modules import KeptModules
+from placemat.graph.errors import PlacematError, PlanMismatch, UndeclaredGradients, UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
 from placemat.pipeline import Planner, relower
 from placemat.plan import Plan
 from placemat.schedule import Schedule
+from placemat.units import format_bytes
 
 log = logging.getLogger("placemat")
 
@@ -61,7 +65,9 @@ class Handle:
         """State that belongs to this process: compiled code and which calls were seen."""
         self._decisions: dict[Any, bool] = {}  # call key -> whether the original forward runs
         self._entry = make_entry()
-        self._backend = Backend(_weak_planner(self))
+        self._backend = Backend(_weak_planner(self), _gradient_watch(self), _weak_refusal(self))
+        self.warned_of_gradients = False
+        self._kept: KeptModules | None = None
         self._compiled = torch.compile(self._entry, backend=self._backend, fullgraph=True, dynamic=False)
 
     @property
@@ -86,6 +92,15 @@ class Handle:
         self.__dict__.update(state)
         self._start()
 
+    @property
+    def kept(self) -> KeptModules:
+        """Modules that are kept eager; found when they are needed, since a copied module is not complete before."""
+        if self._kept is None:
+            options = next(iter(self.plans.values())).options if self.planner is None else {}
+            patterns = options.get("keep_eager", ()) if self.planner is None else self.planner.keep_eager
+            self._kept = KeptModules.find(self.module, patterns)
+        return self._kept
+
     def add_plan(self, plan: Plan) -> None:
         """Take a plan; it is also `module.plan`, unless the user's module has something else under that name."""
         self.plans[plan.fingerprint] = plan
@@ -109,10 +124,22 @@ class Handle:
             )
         key = call_key(self.module, args, kwargs)
         if key not in self._decisions:
-            self._decisions[key] = self._decide(args, kwargs)
+            with self._compared(args, kwargs):
+                self._decisions[key] = self._decide(args, kwargs)
         if self._decisions[key]:
             return self.original(*args, **kwargs)
         return self._run_planned(key, args, kwargs)
+
+    @contextlib.contextmanager
+    def _compared(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """Let a refusal say how the call differs from those that were planned."""
+        try:
+            yield
+        except PlacematError as error:
+            planned = [plan.options["call"] for plan in self.plans.values()]
+            difference = call_difference(planned, describe_call(self.module, self.original, args, kwargs))
+            error.args = (f"{error} {difference}".rstrip(),)
+            raise
 
     def _decide(self, args: Any, kwargs: Any) -> bool:
         """Whether the original forward serves this kind of call; plans for it if nothing is known yet."""
@@ -121,9 +148,9 @@ class Handle:
         if self.planner is None:
             (plan,) = self.plans.values()
             if plan.runs_original:
-                _check_fingerprint(plan, capture(self.original, args, kwargs).fingerprint)
+                _check_fingerprint(plan, capture(self.original, args, kwargs, self.kept).fingerprint)
             return plan.runs_original
-        plan = self.planner.plan(self.module, self.original, args, kwargs, known=self.plans)
+        plan = self.planner.plan(self.module, self.original, args, kwargs, self.kept, known=self.plans)
         if plan.fingerprint not in self.plans and self.plans:
             log.warning("placemat: new input shapes or flags, planned again under the same budget: %s", plan)
         self.add_plan(plan)
@@ -133,13 +160,17 @@ class Handle:
         try:
             return self._run_compiled(args, kwargs)
         except _Unplanned:  # Python state outside the arguments has changed what the forward does
-            self._decisions[key] = self._decide(args, kwargs)
+            with self._compared(args, kwargs):
+                self._decisions[key] = self._decide(args, kwargs)
+        except PlanMismatch:
+            with self._compared(args, kwargs):
+                raise
         return self.original(*args, **kwargs) if self._decisions[key] else self._run_compiled(args, kwargs)
 
     def _run_compiled(self, args: Any, kwargs: Any) -> Any:
         runs, compilations = self._backend.runs, self._backend.compilations
-        with torch_private.compile_settings(), reported(self.original):
-            output = self._compiled(self.original, args, kwargs)
+        with torch_private.compile_settings(), self.kept.installed(), reported(self.original):
+            output = self._compiled(self.original, args, kwargs, is_inside_region())
         if self._backend.compilations > compilations and self._backend.compilations in _MANY_COMPILATIONS:
             log.warning(
                 "placemat: %s was compiled %d times. Python state that its forward reads (a counter, a growing "
@@ -177,6 +208,45 @@ def _weak_planner(handle: Handle) -> Callable[[JointGraph], tuple[Lowering, Sche
     return planner
 
 
+def _gradient_watch(handle: Handle) -> Callable[[], None]:
+    """What runs before each backward: warns once of gradients that the budget does not know of."""
+    reference = weakref.ref(handle)
+
+    def watch() -> None:
+        alive = reference()
+        if alive is None or alive.warned_of_gradients or alive.plan is None or alive.plan.options["accumulate_grad"]:
+            return
+        existing = sum(p.grad.numel() * p.grad.element_size() for p in alive.module.parameters() if p.grad is not None)
+        if existing:
+            alive.warned_of_gradients = True
+            warnings.warn(_undeclared_gradients(alive, existing), UndeclaredGradients, stacklevel=2)
+
+    return watch
+
+
+def _undeclared_gradients(handle: Handle, existing_bytes: int) -> str:
+    plan, name = handle.plan, type(handle.module).__name__
+    assert plan is not None
+    return (
+        f"backward() through the optimized {name} begins while its parameters have gradients of {existing_bytes} bytes "
+        f"({format_bytes(existing_bytes)}) already, which the plan was not told of: it predicts a peak of "
+        f"{plan.predicted_peak_bytes} bytes without them, under a budget of {plan.budget_bytes}. Remedy: "
+        "accumulate_grad=True if gradients are accumulated over several backwards; otherwise "
+        "optimizer.zero_grad(set_to_none=True) before each step."
+    )
+
+
+def _weak_refusal(handle: Handle) -> Callable[[fx.GraphModule], None]:
+    reference = weakref.ref(handle)
+
+    def refuse_shared(graph_module: fx.GraphModule) -> None:
+        alive = reference()
+        assert alive is not None, "a module compiles only while it is called"
+        alive.kept.refuse_shared(graph_module)
+
+    return refuse_shared
+
+
 def _check_fingerprint(plan: Plan, fingerprint: str) -> None:
     if plan.fingerprint != fingerprint:
         raise PlanMismatch(
@@ -197,7 +267,8 @@ def call_key(module: nn.Module, args: Any, kwargs: Any) -> Any:
         tuple(p.requires_grad for p in module.parameters()),
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        weight_cache_is_on(),
+        is_inside_region(),
+        torch.is_autocast_cache_enabled(),
     )
 
 

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from placemat.baselines import save_all
-from placemat.calls import check_trainable, input_digest, module_digest, the_device
+from placemat.calls import check_trainable, describe_call, input_digest, module_digest, the_device
 from placemat.constraints import Constraints, constrain
 from placemat.cost_models.base import CostModel, Costs, cost_graph
 from placemat.cost_models.workspaces import is_known
 from placemat.floor import Floor, lowered, minimum_budget
 from placemat.frontier import Frontier, check_points, problem_frontier
 from placemat.graph.capture import capture
+from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import BudgetTooSmall, InvalidSchedule, PlanMismatch
 from placemat.graph.forced import why_not_even_if_asked
 from placemat.graph.ir import OpGraph
@@ -45,7 +46,8 @@ class Stages:
         problem: the rematerialization instance.
         loss: what the caller does between forward and backward.
         keep_everything_bytes: peak of the emitted step without recomputation, but for what the user asked for.
-        eager_bound_bytes: no step with the original forward needs more.
+        eager_bound_bytes: no step with the original forward needs more; None if it makes tensors for nothing, which
+            are not in the graph.
         capture_seconds: time that capturing took.
     """
 
@@ -54,12 +56,26 @@ class Stages:
     problem: Problem
     loss: LossRegion
     keep_everything_bytes: int
-    eager_bound_bytes: int
+    eager_bound_bytes: int | None
     capture_seconds: float
 
     def may_run_original(self, budget_bytes: int) -> bool:
         """Whether the module's original forward fits the budget and does what was asked for: it recomputes nothing."""
-        return budget_bytes >= self.eager_bound_bytes and not self.problem.dropped
+        fits = self.eager_bound_bytes is not None and budget_bytes >= self.eager_bound_bytes
+        return fits and not self.problem.dropped
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """Which call a plan is for; `call` in words (see `describe_call`)."""
+
+    module_digest: str
+    input_digest: str
+    call: dict[str, str]
+
+    @classmethod
+    def of(cls, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> _Identity:
+        return cls(module_digest(model), input_digest(args, kwargs), describe_call(model, forward, args, kwargs))
 
 
 @dataclass(frozen=True)
@@ -73,6 +89,7 @@ class Planner:
     reserved_bytes: int = 0
     accumulate_grad: bool = False
     constraints: Constraints = field(default_factory=Constraints)
+    keep_eager: tuple[str, ...] = ()
     time_limit_s: float = 60.0
     gap: float = 0.01
     progress: Progress | None = None
@@ -89,9 +106,12 @@ class Planner:
         forward: Callable[..., Any],
         args: Any,
         kwargs: Mapping[str, Any],
+        kept: KeptModules,
         known: Mapping[str, Plan],
     ) -> Plan:
         """Plan one kind of call; a plan in `known` (by graph fingerprint) is taken as it is.
+
+        `kept` are the modules that `keep_eager` and the model itself ask for (`KeptModules.find`).
 
         Raises:
             CaptureError, UnsupportedFeature: the call cannot be planned.
@@ -99,10 +119,10 @@ class Planner:
             BudgetTooSmall: no plan fits the budget.
             SolverFailed: the solver found none in its time.
         """
-        joint, capture_seconds = self._capture(model, forward, args, kwargs)
+        joint, capture_seconds = self._capture(model, forward, args, kwargs, kept)
         if joint.fingerprint in known:
             return known[joint.fingerprint]
-        stages = self._stages(joint, capture_seconds, model, forward, args, kwargs)
+        stages = self._stages(joint, capture_seconds, model, forward, args, kwargs, kept)
         is_ample = self.budget_bytes is not None and stages.may_run_original(self.budget_bytes)
         floor = _quick_floor(stages.problem) if is_ample else self.floor(stages)
         budget_bytes = self._budget(stages, floor)
@@ -122,8 +142,7 @@ class Planner:
             self._say("interrupted: going on with the best plan so far")
             notes += ("the search was interrupted: this is the best plan that it had found by then.",)
         floor = _lowered(stages.problem, floor, result.schedule)
-        digests = module_digest(model), input_digest(args, kwargs)
-        return self._built(stages, result, budget_bytes, floor, digests, notes)
+        return self._built(stages, result, budget_bytes, floor, _Identity.of(model, forward, args, kwargs), notes)
 
     def frontier(
         self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], points: int
@@ -148,10 +167,10 @@ class Planner:
         )
         for point in curve:
             floor = _lowered(stages.problem, floor, point.schedule)
-        digests = module_digest(model), input_digest(args, kwargs)
+        identity = _Identity.of(model, forward, args, kwargs)
         notes = _notes(stages.lowering.graph)
         planner = replace(self, budget_fraction=None)
-        plans = (planner._built(stages, point, point.budget_bytes, floor, digests, notes) for point in curve)
+        plans = (planner._built(stages, point, point.budget_bytes, floor, identity, notes) for point in curve)
         return Frontier(curve, tuple(plans))
 
     def _built(
@@ -160,10 +179,9 @@ class Planner:
         answer: SolvedProblem,
         budget_bytes: int,
         floor: Floor,
-        digests: tuple[str, str],
+        identity: _Identity,
         notes: tuple[str, ...],
     ) -> Plan:
-        """The plan of an answer; `digests` are those of the module and of the inputs."""
         return build_plan(
             stages.lowering.graph,
             stages.costs,
@@ -175,18 +193,19 @@ class Planner:
             floor_proven=floor.proven,
             keep_everything_bytes=stages.keep_everything_bytes,
             capture_seconds=stages.capture_seconds,
-            module_digest=digests[0],
-            input_digest=digests[1],
+            module_digest=identity.module_digest,
+            input_digest=identity.input_digest,
             runs_original=stages.may_run_original(budget_bytes),
             eager_bound_bytes=stages.eager_bound_bytes,
-            options=self._options(stages),
+            options={**self._options(stages), "call": identity.call},
             notes=notes,
         )
 
     def stages(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Stages:
         """Capture, lower and cost one kind of call."""
-        joint, capture_seconds = self._capture(model, forward, args, kwargs)
-        return self._stages(joint, capture_seconds, model, forward, args, kwargs)
+        kept = KeptModules.find(model, self.keep_eager)
+        joint, capture_seconds = self._capture(model, forward, args, kwargs, kept)
+        return self._stages(joint, capture_seconds, model, forward, args, kwargs, kept)
 
     def floor(self, stages: Stages) -> Floor:
         """Least peak of a plan for these stages. Found once per process and problem."""
@@ -202,13 +221,13 @@ class Planner:
         return floor
 
     def _capture(
-        self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, kept: KeptModules
     ) -> tuple[JointGraph, float]:
         the_device(model, args, kwargs)
         check_trainable(model, args, kwargs)
         self._say("capturing the model")
         started = time.perf_counter()
-        joint = capture(forward, args, kwargs)
+        joint = capture(forward, args, kwargs, kept)
         return joint, time.perf_counter() - started
 
     def _stages(
@@ -219,12 +238,13 @@ class Planner:
         forward: Callable[..., Any],
         args: Any,
         kwargs: Any,
+        kept: KeptModules,
     ) -> Stages:
         started = time.perf_counter()
         loss = LossRegion(frozenset(range(len(joint.tangents))))
         if self.loss_fn is not None:
             self._say("capturing the loss")
-            loss = capture_loss(joint, forward, self.loss_fn, args, kwargs)
+            loss = capture_loss(joint, forward, self.loss_fn, args, kwargs, kept)
         capture_seconds += time.perf_counter() - started
         lowering = lower(
             joint,
@@ -238,7 +258,8 @@ class Planner:
         costs = cost_graph(self.cost_model, lowering.graph)
         problem = Problem.from_op_graph(lowering.graph, costs, reserved_bytes=self.reserved_bytes)
         peak_bytes = simulate(problem, save_all(problem)).peak_bytes
-        return Stages(lowering, costs, problem, loss, peak_bytes, eager_bound(problem), capture_seconds)
+        bound_bytes = eager_bound(problem) if joint.unread_call is None else None
+        return Stages(lowering, costs, problem, loss, peak_bytes, bound_bytes, capture_seconds)
 
     def _budget(self, stages: Stages, floor: Floor) -> int:
         if self.budget_bytes is not None:
@@ -258,6 +279,7 @@ class Planner:
             "accumulate_grad": self.accumulate_grad,
             "keep": self.constraints.keep,
             "recompute": self.constraints.recompute,
+            "keep_eager": self.keep_eager,
             "time_limit_s": self.time_limit_s,
             "gap": self.gap,
         }

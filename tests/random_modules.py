@@ -65,6 +65,8 @@ def _draw_result(sketch: Sketch, loss: str) -> tuple[str, tuple[str, ...]]:
         paths = [f"out[{i}]" for i in range(len(parts))]
     lonely = [p for p in made if not any(p != q and _shares_storage(sketch, p, q) for q in parts)]
     usable = [path for path, part in zip(paths, parts, strict=True) if part in lonely]
+    if not usable:  # whatever the loss could reach shares its storage with another output
+        return text, ()
     return text, tuple(choose.sample(usable, choose.randint(1, len(usable))))
 
 
@@ -85,6 +87,8 @@ def random_program(choose: random.Random) -> Program | None:
             return None
         loss = choose.choice(("inside", "loss_fn", "outside"))
         result, reached = _draw_result(sketch, loss)
+    if not reached:
+        return None
     return Program(
         attributes=tuple(sketch.attributes),
         body=tuple(sketch.body),

@@ -355,6 +355,21 @@ def test_scattered_means_take_no_more_than_the_formula() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_scattered_rows_and_normal_draws_take_no_more_than_the_formula() -> None:
+    def cases() -> Iterator[Case]:
+        for make in (ones, half, lambda *shape: ones(*shape, dtype=torch.float64)):
+            for x in (make(8, 16), make(16, 8).t(), make(4, 8, 16)):
+                for dim in range(x.ndim):
+                    rows = [3 if d == dim else size for d, size in enumerate(x.shape)]
+                    yield aten.index_add.default, (x, dim, zeros64(3), make(*rows))
+            yield aten.normal.Tensor_float, (make(8, 16), 0.5)
+            yield aten.normal.float_Tensor, (0.5, make(8, 16))
+            yield aten.normal.Tensor_Tensor, (make(8, 16), make(8, 16))
+
+    wrong, _ = _mismatches(cases(), 1, lambda predicted, measured: measured <= predicted)
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_bounded_ops_are_those_that_a_vendor_library_decides() -> None:
     for cases, bounded in ((bounds, True), (products, False), (attention, False)):
         for op, args in cases():

@@ -18,6 +18,7 @@ from placemat.cost_models.base import cost_graph
 from placemat.emit import emit
 from placemat.graph import batch_norm, torch_private
 from placemat.graph.capture import capture, make_entry
+from placemat.graph.eager_modules import KeptModules
 from placemat.graph.lower import RNG_STATE_BYTES, Lowering, lower
 from placemat.graph.storages import storage_key, tensors_of
 from placemat.problem import Problem
@@ -60,12 +61,12 @@ def run_with(model: nn.Module, make_schedule):
         lowering = lower(joint, device="cpu", static_bytes={})
         return lowering, make_schedule(problem_of(lowering))
 
-    backend, entry = Backend(planner), make_entry()
+    backend, entry = Backend(planner, lambda: None, KeptModules({}).refuse_shared), make_entry()
     compiled = torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)
 
     def forward(*args):
         with torch_private.compile_settings():
-            return compiled(model.forward, args, {})
+            return compiled(model.forward, args, {}, False)
 
     return forward
 

@@ -166,18 +166,60 @@ def test_pre_hook_that_supplies_an_argument_and_sets_an_attribute_is_part_of_the
     assert got.same_as(run_step(model, (X,)))
 
 
-def test_hook_that_is_registered_in_the_forward_is_refused_with_its_line():
-    def forward(m, x):
-        hook = m.inner.register_forward_pre_hook(supply_offset, with_kwargs=True)
-        try:
-            return m.inner(x).sum()
-        finally:
-            hook.remove()
+class Hooked(nn.Module):
+    """Registers hooks around its inner module for one call, and again after they are gone."""
 
-    model = Wrap(forward, inner=Offset())
-    with pytest.raises(placemat.CaptureError, match=r"calls register_forward_pre_hook\(\).*test_refusals.py:\d+"):
-        placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    def __init__(self, always_call: bool = False, leave: bool = False) -> None:
+        super().__init__()
+        self.inner, self.always_call, self.leave = Offset(), always_call, leave
+
+    def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        def scaled(module, args):
+            return (factor * args[0],)
+
+        late = self.inner.register_forward_pre_hook(supply_offset, with_kwargs=True)
+        self.inner.register_forward_pre_hook(scaled, prepend=True).remove()
+        first = self.inner.register_forward_pre_hook(scaled, prepend=True)
+        after = self.inner.register_forward_hook(lambda m, args, out: out.tanh(), always_call=self.always_call)
+        y = self.inner(x)
+        first.remove()
+        with after:
+            y = y + self.inner(x)
+        if not self.leave:
+            late.remove()
+        return (y + self.inner(x)).sum()
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_hooks_that_the_forward_registers_and_removes_are_part_of_the_step(others):
+    torch.manual_seed(0)
+    model = Hooked()
+    if others:  # they were there before
+        model.inner.register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+        model.inner.register_forward_hook(lambda m, args, out: out * 2)
+    hooks = model.inner._forward_hooks, model.inner._forward_pre_hooks
+    before = [dict(h) for h in hooks]
+    expected = [run_step(model, (X, factor)) for factor in (2.0, 3.0)]
+    placemat.optimize(model, None, (X, 2.0), budget_fraction=0.0)
+    for factor, outcome in zip((2.0, 3.0), expected, strict=True):
+        assert run_step(model, (X, factor)).same_as(outcome)
+    assert (model.inner._forward_hooks, model.inner._forward_pre_hooks) == hooks  # the objects, as handles know them
+    assert model.inner._forward_hooks is hooks[0]
+    assert [dict(h) for h in hooks] == before
+
+
+def test_hooks_that_the_forward_leaves_behind_are_refused():
+    model = Hooked(leave=True)
+    with pytest.raises(placemat.CaptureError, match=r"still there when it returns \(on Offset\)"):
+        placemat.optimize(model, None, (X, 2.0), budget_fraction=0.0)
     assert not model.inner._forward_pre_hooks
+
+
+def test_hook_of_a_kind_that_cannot_be_traced_is_refused_with_its_line():
+    model = Hooked(always_call=True)
+    with pytest.raises(placemat.CaptureError, match=r"calls register_forward_hook\(\).*test_refusals.py:\d+"):
+        placemat.optimize(model, None, (X, 2.0), budget_fraction=0.0)
+    assert not model.inner._forward_hooks
 
 
 def run_packed(module, x):
@@ -194,15 +236,12 @@ def run_function(module, x):
 @pytest.mark.parametrize(
     ("kind", "forward", "words"),
     [
-        (nn.LSTM, lambda m, x: m.layer(x.unsqueeze(1))[0].sum(), "LSTM, GRU or RNN"),
-        (nn.GRU, lambda m, x: m.layer(x.unsqueeze(1))[0].sum(), "LSTM, GRU or RNN"),
-        (nn.RNN, lambda m, x: m.layer(x.unsqueeze(1))[0].sum(), "LSTM, GRU or RNN"),
         (nn.LSTM, run_packed, "packed sequences"),
         (lambda *_: torch.gru, run_function, "LSTM, GRU or RNN"),
         (lambda *_: torch.ops.aten.gru.input, run_function, "LSTM, GRU or RNN"),
     ],
 )
-def test_recurrent_layers_are_refused_with_their_line(kind, forward, words, allowed):
+def test_recurrent_functions_and_packing_are_refused_with_their_line(kind, forward, words, allowed):
     model = Wrap(forward, layer=kind(8, 5))
     with (
         torch._dynamo.config.patch(allow_rnn=allowed),

@@ -1,0 +1,75 @@
+"""Outputs that are views of inputs: AOTAutograd leaves their gradients out of the joint graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from placemat.graph.errors import UnsupportedFeature
+from placemat.graph.joint import JointGraph
+from placemat.graph.sources import user_line
+from placemat.graph.storages import storage_key, tensors_of
+
+aten = torch.ops.aten
+
+# Views that show an element several times: their backward sums.
+_REPEATING = (aten.unfold.default, aten.expand.default, aten.as_strided.default)
+
+
+def split_gradients(joint: JointGraph) -> Mapping[int, str]:
+    """Position among the user's outputs of a view of an input -> what it is, where its gradient would round otherwise.
+
+    Such a view is made again outside the compiled region, and so is its backward: autograd adds what comes through it
+    to the gradient of the input that the region returns. In eager it is one term among the others, in its turn. With
+    two terms in all the sum is the same; with more, or if the view's own backward sums, it is not.
+    """
+    mutated = joint.mutated_inputs
+    inputs = {
+        storage_key(t): (joint.inputs[i].name, gradient)
+        for i, (primal, gradient) in enumerate(zip(joint.primals, joint.gradients, strict=True))
+        if isinstance(gradient, fx.Node)
+        for t in tensors_of(primal)
+        if t is not None
+    }
+    found: dict[int, str] = {}
+    for position, node in enumerate(joint.forward_outputs):
+        if position in mutated or not isinstance(node, fx.Node) or node.op == "placeholder":
+            continue
+        for tensor in tensors_of(node):
+            name, gradient = inputs.get(storage_key(tensor), ("", None)) if tensor is not None else ("", None)
+            if gradient is not None and (gradient.target is aten.add.Tensor or _sums_twice(node)):
+                where = user_line(node.meta.get("stack_trace")) or "an unknown line"
+                found[position - len(mutated)] = f"a view of input {name}, made at {where}"
+    return found
+
+
+def _sums_twice(view: fx.Node) -> bool:
+    """Whether a view whose backward sums, or one on the way to it, is read inside the region, too."""
+    node = view
+    while node.op == "call_function":
+        if node.target in _REPEATING:
+            return len(view.users) > 1 or len(node.users) > 1
+        node = node.all_input_nodes[0]
+    return False
+
+
+def guard_views(outputs: Any, split: Mapping[int, str]) -> None:
+    """Let a backward that reaches one of these outputs of a call be refused."""
+    for position, description in split.items():
+        output = outputs[position]
+        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+            output.grad_fn.register_prehook(_refusal(description))
+
+
+def _refusal(description: str) -> Any:
+    def refuse(grads: Any) -> None:
+        raise UnsupportedFeature(
+            f"the loss reaches an output of the model that is {description}, and the input has other gradients: they "
+            "would be summed in another order than eager's. Remedy: return .clone() of that output, or leave it out "
+            "of the loss."
+        )
+
+    return refuse

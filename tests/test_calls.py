@@ -1,0 +1,95 @@
+"""Calls other than the planned one: what a refusal says of them; gradients that a plan was not told of."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import placemat
+from tests.steps import run_step
+
+
+class Optional(nn.Module):
+    """Attention with an optional context and a number of repetitions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.c = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, context: torch.Tensor | None = None, *, repeat: int = 0) -> torch.Tensor:
+        context = x if context is None else context
+        for _ in range(repeat + 1):
+            x = x + F.scaled_dot_product_attention(self.q(x), self.c(context), context)
+        return x.sum()
+
+
+X, CONTEXT = torch.randn(2, 4, 8), torch.randn(2, 6, 8)
+
+
+def optional_at_its_floor() -> nn.Module:
+    torch.manual_seed(0)
+    model, example = Optional(), ((X,), {"context": CONTEXT})
+    return placemat.optimize(model, placemat.minimum_budget(model, *example), *example)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        ((X,), {"context": CONTEXT, "repeat": 3}, r"argument repeat is extra \(3\)"),
+        ((X, CONTEXT), {"repeat": 3}, r"argument repeat is extra \(3\)"),  # by position: still the same argument
+        ((X.repeat(4, 1, 1),), {}, r"argument context is not given \(planned: float32 \(2, 6, 8\) on cpu\)"),
+        ((X.repeat(4, 1, 1),), {"context": CONTEXT.repeat(4, 1, 1)}, r"x is float32 \(8, 4, 8\).*planned: float32 \(2"),
+        ((X.clone().requires_grad_(),), {"context": CONTEXT, "repeat": 3}, "x is .*requires a gradient"),
+    ],
+)
+def test_call_that_does_not_fit_the_budget_is_compared_with_the_planned_one(args, kwargs, words):
+    model = optional_at_its_floor()
+    with pytest.raises(placemat.BudgetTooSmall, match=words) as caught:
+        model(*args, **kwargs)
+    assert caught.value.minimum_budget_bytes > model.plan.budget_bytes
+    assert str(caught.value.minimum_budget_bytes) in str(caught.value)
+
+
+def test_state_that_changed_the_forward_is_named_when_arguments_did_not():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    placemat.optimize(model, placemat.minimum_budget(model, (X,)), (X,))
+    model(X)
+    model[2].weight = nn.Parameter(torch.randn(64, 8))
+    model[2].bias = nn.Parameter(torch.randn(64))
+    with pytest.raises(placemat.BudgetTooSmall, match="Python state outside of them"):
+        model(X)
+
+
+def test_autocast_of_a_refused_call_is_named():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    placemat.apply(model, placemat.plan(model, None, (X,), budget_fraction=0.0))
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(placemat.PlanMismatch, match=r"autocast on cpu is bfloat16 \(planned: off\)"),
+    ):
+        model(X)
+
+
+def accumulated(declared: bool) -> list[warnings.WarningMessage]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, accumulate_grad=declared)
+    run_step(model, (X,), loss_fn=torch.sum)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", placemat.UndeclaredGradients)
+        for _ in range(3):
+            model(X).sum().backward()
+    return [w for w in told if w.category is placemat.UndeclaredGradients]
+
+
+def test_gradients_that_were_not_declared_are_told_of_once():
+    (warning,) = accumulated(declared=False)
+    assert "gradients of 576 bytes" in str(warning.message)
+    assert "accumulate_grad=True" in str(warning.message)
+
+
+def test_declared_gradients_are_nothing_to_warn_of():
+    assert accumulated(declared=True) == []

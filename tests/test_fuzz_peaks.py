@@ -1,0 +1,142 @@
+"""What the fuzzer found in peaks and roundings stays mended: one small module a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import placemat
+from tests.steps import run_step
+
+F = nn.functional
+
+
+class Step(nn.Module):
+    """A layer, and a function of it and the inputs."""
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., object]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.function = forward
+
+    def forward(self, *args: Tensor) -> object:
+        return self.function(self.layer, *args)
+
+
+def _overwritten_part(layer: nn.Module, x: Tensor) -> Tensor:
+    part = (x * 0.5)[:1]
+    part[:1].fill_(0.5)
+    return layer(part).square().mean()
+
+
+def _halves(layer: nn.Module, x: Tensor) -> Tensor:
+    left, right = layer(x).chunk(2, -1)
+    return left.float().square().mean() + right.float().square().mean()
+
+
+def _scattered(layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    y = layer(x)
+    return {"out": y.split(4, -1)[0].transpose(0, 1), "other": y.split(4, -1)[1].sin()}
+
+
+def _noisy(layer: nn.Module, x: Tensor) -> Tensor:
+    return (layer(x) * torch.normal(x, 0.5)).square().mean()
+
+
+CASES = {
+    "a part of a storage is overwritten": (lambda: nn.Linear(8, 4), _overwritten_part, torch.randn(16, 5, 8), None),
+    "float32 statistics of a 16-bit norm": (lambda: nn.LayerNorm(8), _halves, torch.randn(64, 8).bfloat16(), None),
+    "an output whose strides leave gaps": (
+        lambda: nn.Linear(8, 8),
+        _scattered,
+        torch.randn(2, 5, 8),
+        lambda out: out["out"].square().mean(),
+    ),
+    "a number and a tensor of means": (lambda: nn.Linear(8, 8), _noisy, torch.randn(64, 8), None),
+    "numbers that the loss saves": (
+        lambda: nn.Linear(8, 8),
+        lambda layer, x: layer(x),
+        torch.randn(2, 8),
+        lambda out: (out * 0.3).square().mean() + (out * 0.7).square().mean(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_measured_peak_is_within_the_predicted_one(name):
+    make_layer, function, x, loss_fn = CASES[name]
+    model = Step(make_layer(), function)
+    is_mixed = x.dtype == torch.bfloat16
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+            out = model(x)
+        (loss_fn(out) if loss_fn is not None else out).backward()
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+        placemat.optimize(model, example_args=(x,), budget_fraction=0.0, loss_fn=loss_fn)
+    step()
+    model.zero_grad()
+    measured_bytes = placemat.measure(step).peak_bytes + sum(model.plan.static_bytes.values())
+    assert measured_bytes <= model.plan.predicted_peak_bytes
+
+
+def test_tensors_made_for_nothing_keep_the_original_forward_from_running():
+    def forward(layer: nn.Module, x: Tensor) -> Tensor:
+        unread = x.cumsum(-1)  # noqa: F841
+        return layer(x).sum()
+
+    x = torch.randn(4, 8)
+    assert not placemat.plan(Step(nn.Linear(8, 8), forward), "1 GiB", (x,)).runs_original
+    assert placemat.plan(Step(nn.Linear(8, 8), lambda layer, x: layer(x).sum()), "1 GiB", (x,)).runs_original
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.6, 0.9])
+def test_part_of_an_input_that_is_overwritten_is_not_read_again(fraction):
+    def forward(layer: nn.Module, x: Tensor) -> Tensor:
+        left, right = x.split(4, -1)
+        y = layer(left.tanh().exp())
+        right.zero_()
+        return (y * left.sin()).square().sum()
+
+    model, make_x = Step(nn.Linear(4, 4), forward), lambda: torch.randn(16, 8, generator=torch.manual_seed(1))
+    expected = run_step(model, (make_x(),))
+    placemat.optimize(model, example_args=(make_x(),), budget_fraction=fraction)
+    assert run_step(model, (make_x(),)).same_as(expected)
+
+
+def _returns_view(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    return layer(x) + layer(x.sin()), x.unfold(-1, 2, 1)
+
+
+def test_gradient_through_a_view_of_an_input_among_others_is_refused():
+    model, x = Step(nn.Linear(8, 8), _returns_view), torch.randn(4, 8, requires_grad=True)
+    placemat.optimize(model, example_args=(x,), budget_fraction=0.0)
+    out, view = model(x)
+    with pytest.raises(placemat.UnsupportedFeature, match=r"view of input .*test_fuzz_peaks\.py.*clone\(\)"):
+        (out.sum() + view.square().sum()).backward()
+    out, _ = model(x)
+    out.sum().backward()  # a loss that does not reach it is none of this
+
+
+def test_trained_products_are_refused():
+    x = torch.randn(4, 8)
+    for function in (lambda layer, x: layer(x).prod(-1).sum(), lambda layer, x: layer(x).cumprod(-1).sum()):
+        with pytest.raises(placemat.UnsupportedFeature, match=r"prod.*test_fuzz_peaks\.py.*zeros"):
+            placemat.optimize(Step(nn.Linear(8, 8), function), example_args=(x,), budget_fraction=0.0)
+    untrained = Step(nn.Linear(8, 8), lambda layer, x: (layer(x) * x.prod(-1, keepdim=True)).sum())
+    placemat.optimize(untrained, example_args=(x,), budget_fraction=0.0)
+
+
+def test_bilinear_under_autocast_is_refused():
+    def optimize(dtype_region: bool) -> None:
+        model = Step(nn.Bilinear(8, 8, 4), lambda layer, x: layer(x, x).float().sum())
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype_region):
+            placemat.optimize(model, example_args=(torch.randn(4, 8),), budget_fraction=0.0)
+
+    optimize(False)
+    with pytest.raises(placemat.UnsupportedFeature, match=r"Bilinear.*autocast"):
+        optimize(True)
