@@ -63,7 +63,8 @@ def test_a_cutoff_admits_only_what_costs_no_more() -> None:
     costs = {cheap: 2.0, dear: 3.0}
     assert linear.start(costs, time_limit_s=10.0, gap=0.0, cutoff=2.0)().objective == pytest.approx(2.0)
     beyond = linear.start(costs, time_limit_s=10.0, gap=0.0, cutoff=1.9)()
-    assert beyond.status == "infeasible" and beyond.bound == math.inf
+    assert beyond.status == "infeasible"
+    assert beyond.bound == math.inf
 
 
 def test_a_solve_tells_when_it_is_done() -> None:
