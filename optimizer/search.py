@@ -30,6 +30,8 @@ from placemat.simulate import Simulation, simulate
 
 # Part of the remaining time that one MILP may take: a plan that fails the referee needs another one.
 SHARE_OF_TIME = 0.75
+# Without a plan in hand: the first answers are over the budget, and several short solves tell what rows are missing.
+SHARE_WITHOUT_PLAN = 0.1
 RELAXED_THRESHOLDS = (0.05, 0.3, 0.7)  # what a relaxation keeps by more than this is tried
 # An incumbent that is further from the bound is worth looking around for better ones.
 WIDE_GAP = 0.02
@@ -61,6 +63,7 @@ class FamilySearch:
         self.deadline = incumbent.deadline
         self.lower_seconds = lower_seconds
         self.limit: str | None = None
+        self.share_without_plan = SHARE_WITHOUT_PLAN
         self.contraction = contract(incumbent.problem, phases, is_tight=is_tight)
         self.problem = self.contraction.problem
         self.has_one_cut = phases.cuts[1:-1] == (default_cut(self.problem),)
@@ -183,7 +186,8 @@ class FamilySearch:
         """Solve the whole model, and meanwhile look around the incumbent; False when another solve would not help."""
         built = self.refinement.build()
         self.incumbent.tell(f"{self.phases.family}: {built.model.linear.describe()}")
-        time_limit_s = SHARE_OF_TIME * self.seconds_left()
+        share = SHARE_OF_TIME if self.incumbent.schedule is not None else self.share_without_plan
+        time_limit_s = share * self.seconds_left()
         whole = built.start(time_limit_s=time_limit_s, gap=GAP_SHARE * self.gap)
         if len(built.model.s) >= MANY_COLUMNS and self.is_wide():
             self._improve(time.monotonic() + time_limit_s, whole)
@@ -191,7 +195,9 @@ class FamilySearch:
         self._raise_bound(answer.bound)
         self.limit = answer.limit
         if answer.values is None:
-            return False
+            is_cut_short = answer.limit is not None and share < SHARE_OF_TIME
+            self.share_without_plan = min(2 * share, SHARE_OF_TIME)
+            return is_cut_short
         if self._take(built, answer):
             return True
         # Another solve starts from nothing: it helps only against Y that are fractional at the optimum.

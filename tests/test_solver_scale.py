@@ -224,10 +224,10 @@ def test_the_floor_is_that_of_the_widest_family() -> None:
         values.append(ProblemValue(f"b{i}", 50, v))
     problem = Problem(tuple(ops), tuple(values), border=num_layers)
     narrow = solve_module.minimum_budget(problem, phases=2)
-    floor = solve_module.minimum_budget(problem)
+    floor = solve_module.minimum_budget(problem, time_limit_s=200.0)
     assert (narrow.minimum_bytes, floor.minimum_bytes) == (522, 269)
     assert narrow.proven
     assert floor.proven
-    assert solve(problem, floor.minimum_bytes).objective_seconds == 66.0
+    assert solve(problem, floor.minimum_bytes, time_limit_s=200.0).objective_seconds == 66.0
     with pytest.raises(BudgetTooSmall, match="269"):
         solve(problem, floor.minimum_bytes - 1)
