@@ -107,7 +107,7 @@ def capture(
     entry = make_entry()
     compiled = torch.compile(entry, backend=named_backend, fullgraph=True, dynamic=False)
     try:
-        with torch_private.compile_settings(), torch_private.composites_on_meta(), torch.enable_grad():
+        with torch_private.compile_settings(), torch.enable_grad():
             with kept.learning((args, kwargs)), kept.installed(), _no_collections(), reported(forward):
                 compiled(forward, tuple(args), dict(kwargs), is_inside_region())
     except _Captured as done:

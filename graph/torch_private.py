@@ -25,6 +25,7 @@ from torch._inductor import config as inductor_config
 from torch.autograd import ProfilerConfig, ProfilerState
 from torch.utils._python_dispatch import _disable_current_modes
 
+from placemat.graph.composites import dropout, gru_cell
 from placemat.graph.cumulative_batch_norm import read_at_run_time
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.forward_hooks import traced_registration
@@ -39,9 +40,9 @@ __all__ = [
     "backward_node",
     "clear_donated_buffers",
     "compile_settings",
-    "composites_on_meta",
     "cpu_allocations",
     "disable_modes",
+    "eager_decompositions",
     "forget_compiled",
     "has_autocast_rule",
     "inside_functorch",
@@ -100,28 +101,66 @@ def compile_settings() -> Iterator[None]:
         inductor_config.patch(fallback_random=True),
         read_at_run_time(),
         traced_registration(),
+        eager_decompositions(),
     ):
         yield
 
 
-@contextlib.contextmanager
-def composites_on_meta() -> Iterator[None]:
-    """Let composite operators decompose on the meta device, so that autograd sees what they are made of.
+# A trace runs Python kernels in place of these operators' own, which round otherwise, or decide otherwise between
+# products (`should_fold` in torch/_decomp looks at strides that eager's does not), or take more memory. one_hot and
+# tensor_split by a tensor are not among them: their own kernels read data.
+_PYTHON_KERNELS = """
+    matmul.default pad_sequence.default broadcast_tensors.default unsafe_chunk.default
+    hardshrink.default softshrink.default multi_margin_loss.default multilabel_margin_loss_forward.default
+    upsample_linear1d.vec upsample_bilinear2d.vec upsample_bilinear2d.default upsample_trilinear3d.vec
+    upsample_bicubic2d.vec upsample_bicubic2d.default _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec
+    upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec
+    upsample_nearest1d.default upsample_nearest2d.default upsample_nearest3d.default
+    _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec
+    _upsample_nearest_exact1d.default _upsample_nearest_exact2d.default _upsample_nearest_exact3d.default
+""".split()
 
-    Some have a Python kernel for meta tensors as well (nll_loss, where with a scalar, std, var, ...). The Python
-    dispatcher, under which AOTAutograd traces, takes that for a device kernel without a derivative, and their backward
-    is missing in the graph (torch 2.13; the rule is `has_backend_kernel` in torch/_ops.py). No other device has them.
+
+@contextlib.contextmanager
+def eager_decompositions() -> Iterator[None]:
+    """Trace what eager runs: operators' own kernels where Python ones would take their place, and ours of `composites`.
+
+    On the meta device composite operators decompose, so that autograd sees what they are made of. Some have a Python
+    kernel for meta tensors as well (nll_loss, where with a scalar, std, var, ...). The Python dispatcher, under which
+    AOTAutograd traces, takes that for a device kernel without a derivative, and their backward is missing in the graph
+    (torch 2.13; the rule is `has_backend_kernel` in torch/_ops.py). No other device has them.
     """
-    key = torch._C.DispatchKey.AutogradMeta
-    added = [op for op in _composites_with_meta_kernels() if key not in op.py_kernels]  # none if nested
-    for op in added:
-        op.py_impl(key)(op.decompose)
+    keys = torch._C.DispatchKey
+    aten = torch.ops.aten
+    ours = {aten.dropout.default: dropout, aten.gru_cell.default: gru_cell}
+    present = {op: dict(op.py_kernels) for op in (*_with_python_kernels(), *_composites_with_meta_kernels(), *ours)}
+    for op in _with_python_kernels():
+        for key in (keys.Autograd, keys.CompositeImplicitAutograd):
+            op.py_kernels.pop(key, None)
+    for op in _composites_with_meta_kernels():
+        op.py_kernels[keys.AutogradMeta] = op.decompose
+    for op, made_of in ours.items():
+        for key in (keys.Autograd, keys.CompositeImplicitAutograd):
+            op.py_kernels[key] = made_of
+    _forget_dispatch(present)
     try:
         yield
     finally:
-        for op in added:
-            del op.py_kernels[key]
-            op._dispatch_cache.clear()
+        for op, kernels in present.items():
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
+        _forget_dispatch(present)
+
+
+def _forget_dispatch(ops: Iterable[Any]) -> None:
+    for op in ops:
+        op._dispatch_cache.clear()
+
+
+@functools.cache
+def _with_python_kernels() -> tuple[Any, ...]:
+    names = (name.split(".") for name in _PYTHON_KERNELS)
+    return tuple(getattr(getattr(torch.ops.aten, base), overload) for base, overload in names)
 
 
 @functools.cache
