@@ -27,6 +27,7 @@ from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
 from placemat.graph.forward_hooks import LEFT_BEHIND, check_removed
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
+from placemat.graph.kernel_strides import true_strides
 from placemat.graph.order import ancestors
 from placemat.graph.recurrent import refusal, refuse_layers, what_is_packed
 from placemat.graph.sources import is_library_file, tidy, user_line
@@ -102,7 +103,8 @@ def capture(
         refuse_layers(graph_module)
         kept.refuse_shared(graph_module)
         traced.append(DynamoGraph.of(graph_module))
-        return backend(graph_module, inputs)
+        with true_strides():
+            return backend(graph_module, inputs)
 
     entry = make_entry()
     compiled = torch.compile(entry, backend=named_backend, fullgraph=True, dynamic=False)

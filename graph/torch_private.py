@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._functorch.config
 from torch._C._profiler import _ExperimentalConfig
+from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
@@ -22,6 +23,8 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
+from torch._prims_common import compute_elementwise_output_strides
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import ProfilerConfig, ProfilerState
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -43,6 +46,8 @@ __all__ = [
     "cpu_allocations",
     "disable_modes",
     "eager_decompositions",
+    "elementwise_strides",
+    "fake_strides",
     "forget_compiled",
     "has_autocast_rule",
     "inside_functorch",
@@ -177,6 +182,40 @@ def _composites_with_meta_kernels() -> tuple[Any, ...]:
         and not op.has_kernel_for_dispatch_key(keys.Autograd)
         and not op.has_kernel_for_dispatch_key(keys.AutogradMeta)
     )
+
+
+def elementwise_strides(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Strides that an elementwise kernel gives its result."""
+    return tuple(compute_elementwise_output_strides(*tensors))
+
+
+@contextlib.contextmanager
+def fake_strides(rules: Mapping[Any, Callable[..., tuple[int, ...]]]) -> Iterator[None]:
+    """Fake tensors on the CPU get the strides of these rules: operator -> (arguments -> strides of the first result).
+
+    The operators are among those whose fake results are computed by their decompositions (torch 2.13).
+    """
+    FakeTensorMode.cache_clear()  # results of these operators may be in it
+    present = {op: decomposition_table[op] for op in rules}
+    decomposition_table.update({op: _restrided(present[op], rule) for op, rule in rules.items()})
+    try:
+        yield
+    finally:
+        decomposition_table.update(present)
+
+
+def _restrided(shapes: Callable[..., Any], rule: Callable[..., tuple[int, ...]]) -> Callable[..., Any]:
+    @functools.wraps(shapes)  # fake tensors look at its name
+    def restrided(*args: Any, **kwargs: Any) -> Any:
+        made = shapes(*args, **kwargs)
+        first, *others = made if isinstance(made, (tuple, list)) else (made,)
+        if first is None or first.device.type != "cpu":
+            return made
+        strides = rule(*args, **kwargs)
+        first = torch.empty_strided(first.shape, strides, dtype=first.dtype, device=first.device)
+        return (first, *others) if isinstance(made, (tuple, list)) else first
+
+    return restrided
 
 
 def disable_modes() -> contextlib.AbstractContextManager[Any]:
