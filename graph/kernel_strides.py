@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import fx
 
 from placemat.graph import torch_private
+from placemat.graph.errors import UnsupportedFeature
+from placemat.graph.gradients import is_dense
+from placemat.graph.sources import user_line
 
 aten = torch.ops.aten
 _Strides = tuple[int, ...]
@@ -47,3 +51,34 @@ def true_strides() -> Iterator[None]:
     """Trace with the strides that CPU kernels give."""
     with torch_private.fake_strides(_RULES):
         yield
+
+
+# Results of their forms without a write are contiguous, whatever the layout of what they overwrite (measured).
+_MAKES_CONTIGUOUS = frozenset(
+    """masked_fill_ masked_scatter_ index_copy_ index_add_ index_reduce_ scatter_ scatter_add_ scatter_reduce_ cumsum_
+    tril_ triu_ renorm_ addmm_ rrelu_""".split()
+)
+
+
+def refuse_permuted_writes(dynamo_graph: fx.Graph) -> None:
+    """Refuse writes in place that leave a tensor in another order of memory than in eager.
+
+    In a trace a write becomes a new tensor. If that has other strides than the permuted one that eager writes to, what
+    reads it sums in another order.
+
+    Raises:
+        UnsupportedFeature: with the method and the user's line.
+    """
+    for node in dynamo_graph.nodes:
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if name not in _MAKES_CONTIGUOUS or not node.args:
+            continue
+        written = node.args[0].meta.get("example_value") if isinstance(node.args[0], fx.Node) else None
+        if isinstance(written, torch.Tensor) and not written.is_contiguous() and is_dense(written):
+            where = user_line(node.meta.get("stack_trace")) or "an unknown line"
+            raise UnsupportedFeature(
+                f"the forward calls {name}() at {where} on a tensor that is not contiguous (strides "
+                f"{tuple(written.stride())}): a captured step has a new tensor there, in another order of memory, and "
+                f"what reads it would round otherwise. Remedy: {name[:-1]}() without the underscore, or .contiguous() "
+                "before it."
+            )

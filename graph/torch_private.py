@@ -41,6 +41,7 @@ __all__ = [
     "Unsupported",
     "aot_backend",
     "backward_node",
+    "below_transforms",
     "clear_donated_buffers",
     "compile_settings",
     "cpu_allocations",
@@ -55,6 +56,7 @@ __all__ = [
     "is_tangent",
     "mutated_input_of_output",
     "opaque_to_dynamo",
+    "output_of_tangent",
     "outside_tracing",
     "pending_attribute_writes",
     "real_tensor_of",
@@ -280,6 +282,12 @@ def is_tangent(placeholder: torch.fx.Node) -> bool:
     return type(placeholder.meta.get("desc")).__name__ == "TangentAOTInput" or placeholder.name.startswith("tangents")
 
 
+def output_of_tangent(placeholder: torch.fx.Node) -> int | None:
+    """Index of the Dynamo graph's output of which a placeholder is the gradient; None if it is of none."""
+    index: int | None = getattr(getattr(placeholder.meta.get("desc"), "output", None), "idx", None)
+    return index
+
+
 def mutated_input_of_output(desc: Any) -> int | None:
     """Index of the input whose new content an output carries, or None if the output is the user's."""
     if type(desc).__name__ != "InputMutationAOTOutput":
@@ -323,6 +331,13 @@ def has_autocast_rule(op: Any, device: str) -> bool:
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def below_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that the wrappers of torch.func transforms stand for: they have no storage."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def running_backward() -> int:
