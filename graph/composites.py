@@ -2,12 +2,12 @@
 
 Dropout: on the CPU eager multiplies by a noise tensor, 0 or 1 / (1 - p) rounded to the dtype. A trace would call
 `aten.native_dropout`, which multiplies by a mask and then by 1 / (1 - p) in double precision: other bits where the two
-scales differ, as they do in float32 for p = 0.15 and a fifth of all p, and in 16 bits for most. The mask is a quarter of
-the noise's bytes, so it is drawn either way, and eager's noise is made of it where that matters.
+scales differ, as they do in float32 for p = 0.15 and a fifth of all p, and in 16 bits for most. The mask has a quarter
+of the noise's bytes, so it is drawn either way, and eager's noise is made of it where that matters.
 
-GRU cells: eager adds in place into slices of a product and takes the sigmoid of these slices. A trace has no writes, so
-a sum is contiguous: the kernel then runs through rows at one go, and its vectors end elsewhere. Vectors and what is left
-over at their end round differently.
+GRU cells: eager adds in place into slices of a product and takes the sigmoid of these slices. A trace has no writes,
+so a sum is contiguous: the kernel then runs through rows at one go, and its vectors end elsewhere. Vectors and what is
+left over at their end round differently.
 """
 
 from __future__ import annotations

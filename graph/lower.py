@@ -349,7 +349,7 @@ def _add_border(build: _Builder) -> int:
 
 
 def _add_tangents(build: _Builder, border: int) -> tuple[list[int], int]:
-    """Values of the tangents that the loss sends, and the bytes of those that are copied or summed before backward reads them.
+    """Values of the tangents that the loss sends, and the bytes of those that backward reads a copy or sum of.
 
     AOT copies a tangent into the strides of its output if it has others. One of an output whose strides leave gaps
     comes dense, so the backward has a copy with gaps, and whoever holds the tangent has what came. Where an output is

@@ -139,7 +139,7 @@ def eager_decompositions() -> Iterator[None]:
     """
     keys = torch._C.DispatchKey
     aten = torch.ops.aten
-    ours = {aten.dropout.default: dropout, aten.gru_cell.default: gru_cell}
+    ours: dict[Any, Callable[..., Any]] = {aten.dropout.default: dropout, aten.gru_cell.default: gru_cell}
     present = {op: dict(op.py_kernels) for op in (*_with_python_kernels(), *_composites_with_meta_kernels(), *ours)}
     for op in _with_python_kernels():
         for key in (keys.Autograd, keys.CompositeImplicitAutograd):
