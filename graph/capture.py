@@ -27,8 +27,10 @@ from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
 from placemat.graph.forward_hooks import LEFT_BEHIND, check_removed
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
+from placemat.graph.kernel_strides import refuse_permuted_writes, true_strides
 from placemat.graph.order import ancestors
 from placemat.graph.recurrent import refusal, refuse_layers, what_is_packed
+from placemat.graph.returned import note_returned, take_returned
 from placemat.graph.sources import is_library_file, tidy, user_line
 from placemat.graph.storages import storage_key
 
@@ -59,6 +61,7 @@ def make_entry() -> Callable[..., Any]:
         else:
             output = forward(*args, **kwargs)
         check_removed()
+        note_returned(output)
         return output
 
     entry.__code__ = entry.__code__.replace(co_name="placemat_step")
@@ -102,12 +105,13 @@ def capture(
         refuse_layers(graph_module)
         kept.refuse_shared(graph_module)
         traced.append(DynamoGraph.of(graph_module))
-        return backend(graph_module, inputs)
+        with true_strides():
+            return backend(graph_module, inputs)
 
     entry = make_entry()
     compiled = torch.compile(entry, backend=named_backend, fullgraph=True, dynamic=False)
     try:
-        with torch_private.compile_settings(), torch_private.composites_on_meta(), torch.enable_grad():
+        with torch_private.compile_settings(), torch.enable_grad():
             with kept.learning((args, kwargs)), kept.installed(), _no_collections(), reported(forward):
                 compiled(forward, tuple(args), dict(kwargs), is_inside_region())
     except _Captured as done:
@@ -144,19 +148,28 @@ class DynamoGraph:
         custom_calls: calls of custom operators, see `custom_ops`.
         uses_autocast: it runs under autocast, or opens a region of it.
         unread_call: user's line of a call that makes a tensor which nothing reads, if there is one.
+        times_returned: of each output, see `returned`.
     """
 
     inputs: Sequence[JointInput]
     custom_calls: Mapping[Any, list[str]]
     uses_autocast: bool
     unread_call: str | None
+    times_returned: Sequence[int]
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule) -> DynamoGraph:
-        """Also marks the graph's casts."""
+        """Also marks the graph's casts, and takes out what `returned` put in.
+
+        Raises:
+            UnsupportedFeature: the graph writes to a tensor in an order that its copy would not keep.
+        """
+        times_returned = take_returned(graph_module.graph)
+        graph_module.recompile()
+        refuse_permuted_writes(graph_module.graph)
         mark_casts(graph_module)
         uses_autocast, unread = is_used(graph_module.graph), unread_call(graph_module)
-        return cls(input_names(graph_module), custom_calls(graph_module), uses_autocast, unread)
+        return cls(input_names(graph_module), custom_calls(graph_module), uses_autocast, unread, times_returned)
 
 
 def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, traced: DynamoGraph) -> JointGraph:
@@ -173,9 +186,15 @@ def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, traced: D
             "(torch.linalg.inv_ex, ...), or optimize the submodules around them."
         )
     inputs = tuple(names[i] if i < len(names) else JointInput(node.name, False) for i, node in enumerate(joint.primals))
-    made = JointGraph(graph_module, num_forward_outputs, inputs, identity, traced.unread_call)
+    times = tuple(_times_returned(node, traced.times_returned) for node in joint.tangents)
+    made = JointGraph(graph_module, num_forward_outputs, inputs, identity, traced.unread_call, times)
     refuse_data_dependent(made, autocast=traced.uses_autocast)
     return made
+
+
+def _times_returned(tangent: fx.Node, of_output: Sequence[int]) -> int:
+    index = torch_private.output_of_tangent(tangent)
+    return 1 if index is None else of_output[index]
 
 
 def input_names(graph_module: fx.GraphModule) -> list[JointInput]:
@@ -208,7 +227,8 @@ def unread_call(graph_module: fx.GraphModule) -> str | None:
 
 def _example_storages(node: fx.Node) -> list[int]:
     leaves = pytree.tree_leaves(node.meta.get("example_value"))
-    return [storage_key(t) for t in leaves if isinstance(t, torch.Tensor) and t.layout == torch.strided]
+    tensors = (torch_private.below_transforms(t) for t in leaves if isinstance(t, torch.Tensor))
+    return [storage_key(t) for t in tensors if t.layout == torch.strided]
 
 
 class reported:

@@ -39,6 +39,7 @@ class JointGraph:
         fingerprint: identity of the graph, equal in every process (see `fingerprint`).
         unread_call: user's line of a call that makes a tensor which nothing reads, if the forward has one: it is not
             in the graph.
+        times_returned: how often the caller has the output of each tangent, and may send a gradient through it.
     """
 
     graph_module: fx.GraphModule
@@ -46,6 +47,7 @@ class JointGraph:
     inputs: tuple[JointInput, ...]
     fingerprint: str
     unread_call: str | None = None
+    times_returned: tuple[int, ...] = ()
 
     @property
     def placeholders(self) -> list[fx.Node]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._functorch.config
 from torch._C._profiler import _ExperimentalConfig
+from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
@@ -22,9 +23,12 @@ from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, To
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
+from torch._prims_common import compute_elementwise_output_strides
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import ProfilerConfig, ProfilerState
 from torch.utils._python_dispatch import _disable_current_modes
 
+from placemat.graph.composites import dropout, gru_cell
 from placemat.graph.cumulative_batch_norm import read_at_run_time
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.forward_hooks import traced_registration
@@ -37,11 +41,14 @@ __all__ = [
     "Unsupported",
     "aot_backend",
     "backward_node",
+    "below_transforms",
     "clear_donated_buffers",
     "compile_settings",
-    "composites_on_meta",
     "cpu_allocations",
     "disable_modes",
+    "eager_decompositions",
+    "elementwise_strides",
+    "fake_strides",
     "forget_compiled",
     "has_autocast_rule",
     "inside_functorch",
@@ -49,6 +56,7 @@ __all__ = [
     "is_tangent",
     "mutated_input_of_output",
     "opaque_to_dynamo",
+    "output_of_tangent",
     "outside_tracing",
     "pending_attribute_writes",
     "real_tensor_of",
@@ -100,28 +108,66 @@ def compile_settings() -> Iterator[None]:
         inductor_config.patch(fallback_random=True),
         read_at_run_time(),
         traced_registration(),
+        eager_decompositions(),
     ):
         yield
 
 
-@contextlib.contextmanager
-def composites_on_meta() -> Iterator[None]:
-    """Let composite operators decompose on the meta device, so that autograd sees what they are made of.
+# A trace runs Python kernels in place of these operators' own, which round otherwise, or decide otherwise between
+# products (`should_fold` in torch/_decomp looks at strides that eager's does not), or take more memory. one_hot and
+# tensor_split by a tensor are not among them: their own kernels read data.
+_PYTHON_KERNELS = """
+    matmul.default pad_sequence.default broadcast_tensors.default unsafe_chunk.default
+    hardshrink.default softshrink.default multi_margin_loss.default multilabel_margin_loss_forward.default
+    upsample_linear1d.vec upsample_bilinear2d.vec upsample_bilinear2d.default upsample_trilinear3d.vec
+    upsample_bicubic2d.vec upsample_bicubic2d.default _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec
+    upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec
+    upsample_nearest1d.default upsample_nearest2d.default upsample_nearest3d.default
+    _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec
+    _upsample_nearest_exact1d.default _upsample_nearest_exact2d.default _upsample_nearest_exact3d.default
+""".split()
 
-    Some have a Python kernel for meta tensors as well (nll_loss, where with a scalar, std, var, ...). The Python
-    dispatcher, under which AOTAutograd traces, takes that for a device kernel without a derivative, and their backward
-    is missing in the graph (torch 2.13; the rule is `has_backend_kernel` in torch/_ops.py). No other device has them.
+
+@contextlib.contextmanager
+def eager_decompositions() -> Iterator[None]:
+    """Trace what eager runs: operators' own kernels where Python ones would take their place, and ours of `composites`.
+
+    On the meta device composite operators decompose, so that autograd sees what they are made of. Some have a Python
+    kernel for meta tensors as well (nll_loss, where with a scalar, std, var, ...). The Python dispatcher, under which
+    AOTAutograd traces, takes that for a device kernel without a derivative, and their backward is missing in the graph
+    (torch 2.13; the rule is `has_backend_kernel` in torch/_ops.py). No other device has them.
     """
-    key = torch._C.DispatchKey.AutogradMeta
-    added = [op for op in _composites_with_meta_kernels() if key not in op.py_kernels]  # none if nested
-    for op in added:
-        op.py_impl(key)(op.decompose)
+    keys = torch._C.DispatchKey
+    aten = torch.ops.aten
+    ours: dict[Any, Callable[..., Any]] = {aten.dropout.default: dropout, aten.gru_cell.default: gru_cell}
+    present = {op: dict(op.py_kernels) for op in (*_with_python_kernels(), *_composites_with_meta_kernels(), *ours)}
+    for op in _with_python_kernels():
+        for key in (keys.Autograd, keys.CompositeImplicitAutograd):
+            op.py_kernels.pop(key, None)
+    for op in _composites_with_meta_kernels():
+        op.py_kernels[keys.AutogradMeta] = op.decompose
+    for op, made_of in ours.items():
+        for key in (keys.Autograd, keys.CompositeImplicitAutograd):
+            op.py_kernels[key] = made_of
+    _forget_dispatch(present)
     try:
         yield
     finally:
-        for op in added:
-            del op.py_kernels[key]
-            op._dispatch_cache.clear()
+        for op, kernels in present.items():
+            op.py_kernels.clear()
+            op.py_kernels.update(kernels)
+        _forget_dispatch(present)
+
+
+def _forget_dispatch(ops: Iterable[Any]) -> None:
+    for op in ops:
+        op._dispatch_cache.clear()
+
+
+@functools.cache
+def _with_python_kernels() -> tuple[Any, ...]:
+    names = (name.split(".") for name in _PYTHON_KERNELS)
+    return tuple(getattr(getattr(torch.ops.aten, base), overload) for base, overload in names)
 
 
 @functools.cache
@@ -138,6 +184,40 @@ def _composites_with_meta_kernels() -> tuple[Any, ...]:
         and not op.has_kernel_for_dispatch_key(keys.Autograd)
         and not op.has_kernel_for_dispatch_key(keys.AutogradMeta)
     )
+
+
+def elementwise_strides(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Strides that an elementwise kernel gives its result."""
+    return tuple(compute_elementwise_output_strides(*tensors))
+
+
+@contextlib.contextmanager
+def fake_strides(rules: Mapping[Any, Callable[..., tuple[int, ...]]]) -> Iterator[None]:
+    """Fake tensors on the CPU get the strides of these rules: operator -> (arguments -> strides of the first result).
+
+    The operators are among those whose fake results are computed by their decompositions (torch 2.13).
+    """
+    FakeTensorMode.cache_clear()  # results of these operators may be in it
+    present = {op: decomposition_table[op] for op in rules}
+    decomposition_table.update({op: _restrided(present[op], rule) for op, rule in rules.items()})
+    try:
+        yield
+    finally:
+        decomposition_table.update(present)
+
+
+def _restrided(shapes: Callable[..., Any], rule: Callable[..., tuple[int, ...]]) -> Callable[..., Any]:
+    @functools.wraps(shapes)  # fake tensors look at its name
+    def restrided(*args: Any, **kwargs: Any) -> Any:
+        made = shapes(*args, **kwargs)
+        first, *others = made if isinstance(made, (tuple, list)) else (made,)
+        if first is None or first.device.type != "cpu":
+            return made
+        strides = rule(*args, **kwargs)
+        first = torch.empty_strided(first.shape, strides, dtype=first.dtype, device=first.device)
+        return (first, *others) if isinstance(made, (tuple, list)) else first
+
+    return restrided
 
 
 def disable_modes() -> contextlib.AbstractContextManager[Any]:
@@ -202,6 +282,12 @@ def is_tangent(placeholder: torch.fx.Node) -> bool:
     return type(placeholder.meta.get("desc")).__name__ == "TangentAOTInput" or placeholder.name.startswith("tangents")
 
 
+def output_of_tangent(placeholder: torch.fx.Node) -> int | None:
+    """Index of the Dynamo graph's output of which a placeholder is the gradient; None if it is of none."""
+    index: int | None = getattr(getattr(placeholder.meta.get("desc"), "output", None), "idx", None)
+    return index
+
+
 def mutated_input_of_output(desc: Any) -> int | None:
     """Index of the input whose new content an output carries, or None if the output is the user's."""
     if type(desc).__name__ != "InputMutationAOTOutput":
@@ -245,6 +331,13 @@ def has_autocast_rule(op: Any, device: str) -> bool:
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def below_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that the wrappers of torch.func transforms stand for: they have no storage."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def running_backward() -> int:

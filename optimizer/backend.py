@@ -20,6 +20,7 @@ from placemat.graph.autocast import LOW_PRECISION, casts_outlive_forward, sensit
 from placemat.graph.capture import DynamoGraph, make_joint
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
+from placemat.graph.kernel_strides import true_strides
 from placemat.graph.lower import Lowering
 from placemat.graph.recurrent import refuse_layers
 from placemat.schedule import Schedule
@@ -78,7 +79,8 @@ class Backend:
             torch_private.clear_donated_buffers()
             return emitted["backward"]
 
-        compiled = torch_private.aot_backend(partition, compile_forward, compile_backward)(graph_module, inputs)
+        with true_strides():
+            compiled = torch_private.aot_backend(partition, compile_forward, compile_backward)(graph_module, inputs)
 
         def run(*args: Any) -> Any:
             outputs = compiled(*args)

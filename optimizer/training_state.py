@@ -45,7 +45,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors have the same shape, dtype and bits: NaNs equal themselves, 0.0 and -0.0 differ."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    a, b = (t.detach().cpu().contiguous().flatten() for t in (a, b))
+    # A contiguous tensor of one element may have any stride, with which it could not be viewed as bytes.
+    a, b = (t.detach().cpu().contiguous().as_strided((t.numel(),), (1,)) for t in (a, b))
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.numel() else True
 
 

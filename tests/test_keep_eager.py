@@ -173,7 +173,7 @@ def test_graph_of_a_kept_module_stays_for_a_second_backward_and_dies_with_the_st
     loss.backward()
     want = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, accumulate_grad=True)
     loss = model(X)
     loss.backward(retain_graph=True)
     loss.backward()

@@ -1,0 +1,150 @@
+"""Where PyTorch's own tracing takes other kernels, orders or layouts than eager: bits and peaks are eager's all the same.
+
+One small module a kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import placemat
+from placemat.training_state import same_bits
+
+F = nn.functional
+
+
+class Step(nn.Module):
+    """A layer, and a function of it and the input."""
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., object]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.function = forward
+
+    def forward(self, x: Tensor) -> object:
+        return self.function(self.layer, x)
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _linear(width: int = 8, outputs: int = 8, dtype: torch.dtype = torch.float32) -> nn.Module:
+    return nn.Linear(width, outputs, dtype=dtype)
+
+
+def _resized(mode: str, **options: Any) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda layer, x: F.interpolate(layer(x), size=(11, 6), mode=mode, **options)
+
+
+def _frozen_over_slice(layer: nn.Module, x: Tensor) -> Tensor:
+    trained, frozen = layer
+    return frozen(trained(x)[..., :2])
+
+
+def _elu_of_permuted(layer: nn.Module, x: Tensor) -> Tensor:
+    return F.elu(layer(x).view(3, 4, 8)).transpose(0, 1).reshape(12, 8).cos()
+
+
+CASES: dict[str, tuple[nn.Module, Callable[..., Tensor], Tensor]] = {
+    "dropout": (_linear(), lambda layer, x: F.dropout(layer(x), 0.15), _numbers(64, 8)),
+    "dropout in 16 bits": (
+        _linear(dtype=torch.bfloat16),
+        lambda layer, x: F.dropout(layer(x), 0.1),
+        _numbers(64, 8, dtype=torch.bfloat16),
+    ),
+    "product of a slice": (
+        nn.ModuleList([_linear(), _linear(2).requires_grad_(False)]),
+        _frozen_over_slice,
+        _numbers(3, 4, 8),
+    ),
+    "bilinear": (nn.Conv2d(3, 3, 3, padding=1), _resized("bilinear"), _numbers(2, 3, 7, 5)),
+    "bicubic": (nn.Conv2d(3, 3, 3, padding=1), _resized("bicubic"), _numbers(2, 3, 7, 5)),
+    "GRU cell": (nn.GRUCell(8, 8), lambda layer, x: layer(x, layer(x, x)), 3 * _numbers(512, 8)),
+    "batch norm of a transposed input": (nn.BatchNorm1d(6), lambda layer, x: layer(x.t()), _numbers(6, 64)),
+    "dropout of a permuted gradient": (
+        _linear(),
+        lambda layer, x: F.dropout(layer(x).view(3, 4, 8), 0.5).transpose(0, 1).reshape(12, 8).cos(),
+        _numbers(12, 8),
+    ),
+    "ELU of a permuted gradient": (_linear(), _elu_of_permuted, _numbers(12, 8)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_step_has_eagers_bits(name):
+    layer, function, x = CASES[name]
+    model, x = Step(layer, function), x.clone().requires_grad_()
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        x.grad = None
+        torch.manual_seed(1)
+        out = model(x)
+        out.backward(torch.empty_like(out).copy_(_numbers(out.numel()).view(out.shape)))
+        grads = [p.grad for p in model.parameters() if p.requires_grad]
+        return [out.detach(), x.grad, *grads, torch.get_rng_state()]
+
+    expected = step()
+    placemat.optimize(model, example_args=(x,), budget_fraction=0.0, time_limit_s=2)
+    assert not model.plan.runs_original
+    assert all(same_bits(a, b) for a, b in zip(step(), expected, strict=True))
+
+
+def test_write_into_a_permuted_tensor_is_refused_where_its_copy_would_have_another_order():
+    def forward(layer: nn.Module, x: Tensor) -> Tensor:
+        permuted = layer(x).t()
+        permuted.masked_fill_(permuted.detach() > 0.5, 0.2)
+        return permuted.square().sum()
+
+    with pytest.raises(
+        placemat.UnsupportedFeature, match=r"masked_fill_\(\) at .*test_eager_bits\.py.*masked_fill\(\)"
+    ):
+        placemat.optimize(Step(_linear(), forward), example_args=(_numbers(4, 8),), budget_fraction=0.0)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_every_occurrence_of_an_output_has_room_for_a_gradient(fraction):
+    def forward(layer: nn.Module, x: Tensor) -> dict[str, object]:
+        hidden = layer(x).tanh()
+        return {"last": hidden, "all": (hidden.cos(), hidden)}
+
+    model, x = Step(_linear(), forward), _numbers(256, 8)
+    placemat.optimize(model, example_args=(x,), budget_fraction=fraction)
+    grads = [_numbers(256, 8) for _ in range(3)]
+
+    def step() -> None:
+        out = model(x)
+        torch.autograd.backward([out["last"], *out["all"]], grads)
+
+    held_bytes = sum(g.nbytes for g in grads)
+    step()
+    model.zero_grad()
+    measured_bytes = placemat.measure(step).peak_bytes + held_bytes + sum(model.plan.static_bytes.values())
+    assert measured_bytes <= model.plan.predicted_peak_bytes
+
+
+def test_asking_for_the_autocast_region_takes_no_memory():
+    model, x = Step(_linear(6, 6), lambda layer, x: layer(x).float().square().mean()), _numbers(4, 6)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            model(x).backward()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        placemat.optimize(model, example_args=(x,), budget_fraction=0.0)
+    step()
+    model.zero_grad()
+    measured_bytes = placemat.measure(step).peak_bytes + sum(model.plan.static_bytes.values())
+    assert measured_bytes <= model.plan.predicted_peak_bytes
+
+
+def test_tensors_of_one_element_are_compared_whatever_their_strides():
+    one = torch.ones(4).as_strided((1,), (4,))
+    assert same_bits(one, torch.ones(1))
+    assert not same_bits(one, torch.zeros(1))
