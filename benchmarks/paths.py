@@ -30,9 +30,8 @@ import torch
 
 import placemat
 from benchmarks.timing import Timing, interleave
+from placemat.cost_models import MeasuredWorkspaces, default_cost_model
 from placemat.cost_models.base import CostModel
-from placemat.cost_models.measured import MeasuredWorkspaces
-from placemat.cost_models.roofline import default_cost_model
 from placemat.graph.static import static_bytes
 from placemat.units import format_bytes
 from tests import models

@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import platformdirs
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
 
 CACHE_DIR_VARIABLE = "PLACEMAT_CACHE_DIR"
 _VERSION = 1
@@ -61,20 +67,42 @@ class JsonCache:
         return entry if self._is_valid(entry) else None
 
     def put(self, key: str, value: Any) -> Any:
-        """Store an entry unless another process was faster; returns the one that stands.
+        """Store an entry unless another process was faster; returns the one that stands."""
+        return self.put_all({key: value})[key]
 
-        The file is replaced in one step (`os.replace`), so no reader ever sees half of it.
+    def put_all(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Store entries, but for those that other processes stored before; returns the ones that stand.
+
+        The file is replaced in one step (`os.replace`), so no reader ever sees half of it, and under a lock, so that
+        no writer undoes what another one has just stored.
         """
-        entries = self._entries()
-        if self._is_valid(entries.get(key)):
-            return entries[key]
-        text = json.dumps({"version": _VERSION, "entries": {**entries, key: value}}, indent=1, sort_keys=True)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
+            with _locked(self.path.parent):
+                present = {key: entry for key, entry in self._entries().items() if self._is_valid(entry)}
+                standing = {key: present.get(key, value) for key, value in values.items()}
+                self._write({**present, **standing})
         except OSError:
-            return value
+            return dict(values)
+        return standing
+
+    def _write(self, entries: Mapping[str, Any]) -> None:
+        text = json.dumps({"version": _VERSION, "entries": entries}, indent=0, sort_keys=True)
+        handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=self.path.name)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(temporary, self.path)
-        return value
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One writer at a time. Where the system has no such locks (Windows), the last of two writers wins."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -8,9 +8,6 @@ and kept on disk, because plans must come out the same in every process.
 
 from __future__ import annotations
 
-import functools
-import os
-import platform
 import time
 from collections.abc import Callable, Mapping
 from math import floor, log10
@@ -21,6 +18,7 @@ import torch
 
 from placemat.cost_models.cache import JsonCache
 from placemat.cost_models.devices import DeviceSpec
+from placemat.cost_models.machine import machine_key
 from placemat.cost_models.modes import outside_dispatch_modes
 
 _REPEATS = 5
@@ -86,23 +84,6 @@ def _measure() -> dict[str, Any]:
         }
 
 
-@functools.cache
-def _processor() -> str:
-    """The processor's model name where the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def machine_key(num_threads: int) -> str:
-    """What a CPU measurement depends on, as text."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{_processor()} x{os.cpu_count()}, {capability}, torch {torch.__version__}, {num_threads} threads"
-
-
 def _is_measurement(entry: object) -> bool:
     if not isinstance(entry, Mapping) or not isinstance(entry.get("flops_per_s"), Mapping):
         return False
@@ -119,7 +100,7 @@ def host_spec(cache_dir: Path | None = None) -> DeviceSpec:
     works while a graph is being captured.
     """
     num_threads = torch.get_num_threads()
-    cache, key = JsonCache("host", cache_dir, _is_measurement), machine_key(num_threads)
+    cache, key = JsonCache("host", cache_dir, _is_measurement), machine_key()
     entry = cache.get(key) or cache.put(key, _measure())
     rates = {dtype: float(entry["flops_per_s"][dtype]) for dtype in _MATRIX}
     return DeviceSpec(

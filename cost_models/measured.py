@@ -1,125 +1,225 @@
-"""Workspaces by measurement: what one run of the op on this machine allocates.
+"""Measured: every distinct op of a step is run on this machine, one at a time, on synthetic inputs.
 
-For ops whose formula is only an upper bound (`is_bound`: convolutions, 16-bit products and attention), where oneDNN
-chooses how much to allocate. Each distinct signature is run once on zeros, so planning needs the op's inputs, outputs
-and workspace as real memory for that moment, and without a limit about the time of one training step in total.
+The model itself never runs: an op's inputs, results and workspace are real memory for the moment of its trial, nothing
+else is, so a step that does not fit can be costed as well. Ops are sampled in rounds, all of them once in each: where
+the machine is slower for a while, it is so for all ops of that round alike, and the ratios that a plan depends on stay.
+An op's seconds are the median over rounds, without the samples that took more than twice as long as the fastest.
 
-The default cost model measures ops of up to `DEFAULT_LIMIT_BYTES`. Their bounds are the loose ones: what oneDNN takes
-per thread, whatever the shape, is a hundred times such an op's tensors.
+What was measured is kept in the user's cache directory under the op's signature, the machine and PyTorch's settings,
+and the first measurement stands: the same call gets the same costs, hence the same plan, in every process.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from placemat.cost_models.base import CostModel, OpCost
+from placemat.cost_models.base import CostModel, OpCost, Progress, prepare
 from placemat.cost_models.cache import JsonCache
-from placemat.cost_models.host import machine_key
+from placemat.cost_models.default import present_roofline
+from placemat.cost_models.flops import bytes_moved, flops
+from placemat.cost_models.machine import machine_key, settings_key
 from placemat.cost_models.modes import outside_dispatch_modes
-from placemat.cost_models.operands import input_tensors, output_tensors, storage_bytes
-from placemat.cost_models.workspaces import is_bound
+from placemat.cost_models.recorded import Recorded
+from placemat.cost_models.signature_text import signature_text
+from placemat.cost_models.trial import Trial
+from placemat.cost_models.workspaces import is_bound, is_free, is_known, workspace_bytes
 from placemat.graph import torch_private
 from placemat.graph.errors import UnsupportedFeature
-from placemat.graph.ir import Op, OpSignature, TensorSpec
+from placemat.graph.ir import Op, OpSignature
 
-# Arguments and results of an op that the default cost model runs for its workspace: memory that a plan may take for a
-# moment, and milliseconds of arithmetic.
-DEFAULT_LIMIT_BYTES = 2**24
+ROUNDS = 7
+_OUTLIER = 2.0  # times the fastest sample
+_PROGRESS_S = 1.0  # between two lines
 
-
-def peak_allocated_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
-    """Largest sum of live CPU allocations during `run()`, beyond what lived before, and its result.
-
-    Raises:
-        UnsupportedFeature: a profiler is already running; there can be only one.
-    """
-    if torch_private.is_profiling():
-        raise UnsupportedFeature("workspaces cannot be measured inside a running torch.profiler; plan outside of it.")
-    results: list[Any] = []
-    live = peak = 0
-    for num_bytes in torch_private.cpu_allocations(lambda: results.append(run())):
-        live += num_bytes
-        peak = max(peak, live)
-    return peak, results[0]
+_LATE = "they were not measured within the time limit"
+_PROFILED = "nothing can be measured while a torch.profiler is running"
+_FOREIGN = "only PyTorch's own operators are run to be measured"
 
 
-def _materialize(value: Any) -> Any:
-    """Zeros in the layout of every TensorSpec of nested tuples."""
-    if isinstance(value, TensorSpec):
-        dtype: torch.dtype = getattr(torch, value.dtype)
-        flat = torch.zeros(storage_bytes(value) // value.itemsize, dtype=dtype, device="cpu")
-        return flat.as_strided(value.shape, value.strides)
-    if isinstance(value, tuple):
-        return [_materialize(v) for v in value]
-    return value
+@dataclass
+class Samples:
+    """What the rounds found of one op so far; `failed` says why there will be no more."""
+
+    seconds: list[float] = field(default_factory=list)
+    workspace_bytes: int = 0
+    failed: str | None = None
+
+    def entry(self) -> dict[str, Any]:
+        """For the cache."""
+        if self.failed is not None:
+            return {"failed": self.failed}
+        usual = [s for s in self.seconds if s <= _OUTLIER * min(self.seconds)]
+        return {"runtime_s": float(f"{statistics.median(usual):.3e}"), "workspace_bytes": self.workspace_bytes}
 
 
-def _overload(target: str) -> Callable[..., Any]:
-    namespace, packet, name = target.split(".")
-    overload: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), packet), name)
-    return overload
+class Measured:
+    """Cost model of the present machine, by measurement.
 
-
-def measure_workspace_bytes(signature: OpSignature) -> int:
-    """Peak of one run of a CPU op, less the bytes of its outputs as their specs give them.
-
-    The op must take any values: zeros are passed for all tensors.
-    """
-    with outside_dispatch_modes():
-        args = [_materialize(a) for a in signature.args]
-        kwargs = {name: _materialize(value) for name, value in signature.kwargs}
-        function = _overload(signature.target)
-        peak, result = peak_allocated_bytes(lambda: function(*args, **kwargs))
-        assert any(isinstance(t, torch.Tensor) for t in tree_leaves(result)), signature.target
-    return max(0, peak - sum(t.nbytes for t in output_tensors(signature)))
-
-
-def _is_measurement(entry: object) -> bool:
-    return isinstance(entry, int) and entry >= 0
-
-
-class MeasuredWorkspaces:
-    """A cost model whose bounds on CPU workspaces are replaced by measurements, kept in the user's cache directory.
-
-    While a torch.profiler is running nothing can be measured, and an op that is not in the cache keeps its bound.
+    Views and pseudo-ops take no time. Ops that are not PyTorch's (custom operators, modules kept eager), that do not
+    run on synthetic inputs, or that the time limit cuts off, get `otherwise`'s figures, and `plan.notes` names them.
+    Workspaces on the CPU come from formulas where these are exact (`cost_models.workspaces`), and from the same run
+    where they are bounds or there is none; on CUDA always from the run.
 
     Args:
-        base: gives seconds, and the workspaces of all other ops.
-        cache_dir: for `workspaces.json`; `$PLACEMAT_CACHE_DIR` or the user's cache directory if None.
-        limit_bytes: ops with more bytes of arguments and results than this keep their bound; None measures all.
+        device: "cpu" or "cuda" (the current device); by default CUDA where there is a device, otherwise the CPU.
+        otherwise: cost model for what cannot be measured; by default the roofline of the device.
+        cache_dir: for `measured.json`; `$PLACEMAT_CACHE_DIR` or the user's cache directory if None.
+        time_limit_s: for the measurements of one step; ops that are in the cache take none of it.
     """
 
-    def __init__(self, base: CostModel, cache_dir: Path | None = None, limit_bytes: int | None = None) -> None:
-        self.base = base
-        self.limit_bytes = limit_bytes
-        self._cache = JsonCache("workspaces", cache_dir, _is_measurement)
+    def __init__(
+        self,
+        device: str | None = None,
+        *,
+        otherwise: CostModel | None = None,
+        cache_dir: Path | str | None = None,
+        time_limit_s: float = 60.0,
+    ) -> None:
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+            raise UnsupportedFeature(
+                f"ops cannot be measured on device type {device!r} here. Remedy: `Roofline(device_spec(...))`, or a "
+                "recording that was made where the device is, `Recorded.load(path)`."
+            )
+        self._otherwise = otherwise
+        self.device = device
+        self.time_limit_s = time_limit_s
+        self._cache = JsonCache("measured", None if cache_dir is None else Path(cache_dir), _is_entry)
+        self._entries: dict[str, Any] = {}  # what the cache said, or would have if it could be written; by key
+        self._late: set[str] = set()  # keys of ops that the time limit cut off
+        self._costed: dict[str, OpCost] = {}  # by signature text, for `recorded`
+
+    @property
+    def otherwise(self) -> CostModel:
+        """Cost model for what cannot be measured.
+
+        Raises:
+            UnsupportedFeature: none was given, and the CUDA device is not in the table of devices.
+        """
+        if self._otherwise is None:
+            self._otherwise = present_roofline(self.device)
+        return self._otherwise
 
     @property
     def source(self) -> str:
-        which = "" if self.limit_bytes is None else f" of up to {self.limit_bytes / 2**20:.3g} MiB"
-        return f"{self.base.source}; workspaces of vendor-library ops{which} measured"
+        return f"measured: {machine_key(self.device)}"
+
+    def prepare(self, ops: Sequence[Op], progress: Progress | None) -> None:
+        """Measure what is not in the cache, all ops together, within the time limit."""
+        if never := [op for op in ops if _why_never(op.signature)]:
+            prepare(self.otherwise, never, progress)
+        wanted = [op.signature for op in ops if not is_free(op.signature) and _why_never(op.signature) is None]
+        missing = {key: s for s in wanted if self._entry(key := self._key(s)) is None}
+        if not missing or torch_private.is_profiling():
+            return
+        # What takes longest first: should the time not suffice, the figures that matter are there.
+        order = sorted(missing, key=lambda key: -flops(missing[key]) - bytes_moved(missing[key]))
+        with outside_dispatch_modes(), torch.random.fork_rng(devices=self._cuda_devices()):
+            samples = measure([missing[key] for key in order], self._torch_device(), self.time_limit_s, progress)
+        found = {key: s.entry() for key, s in zip(order, samples, strict=True) if s.failed or s.seconds}
+        self._entries.update(self._cache.put_all(found))
+        self._late = set(missing) - set(found)
 
     def op_cost(self, op: Op) -> OpCost:
-        cost = self.base.op_cost(op)
-        tensors = [*input_tensors(op.signature), *output_tensors(op.signature)]
-        if not is_bound(op.signature) or any(t.device != "cpu" for t in tensors):
-            return cost
-        if self.limit_bytes is not None and sum(map(storage_bytes, tensors)) > self.limit_bytes:
-            return cost
-        return OpCost(cost.runtime_s, self._workspace_bytes(op.signature, bound_bytes=cost.workspace_bytes))
+        if is_free(op.signature):
+            return OpCost(0.0, 0)
+        estimated = _why_never(op.signature) or self._why_not(op)
+        entry = self._entry(self._key(op.signature))
+        if entry is not None and "failed" in entry:
+            estimated = f"they do not run on synthetic inputs ({entry['failed']})"
+        if estimated is not None or entry is None:
+            return replace(self.otherwise.op_cost(op), estimated=estimated)
+        cost = OpCost(float(entry["runtime_s"]), self._workspace_bytes(op.signature, int(entry["workspace_bytes"])))
+        self._costed[signature_text(op.signature)] = cost
+        return cost
 
-    def _workspace_bytes(self, signature: OpSignature, bound_bytes: int) -> int:
-        machine = machine_key(torch.get_num_threads())
-        key = hashlib.sha256(f"{machine}; {signature!r}".encode()).hexdigest()
-        entry = self._cache.get(key)
-        if entry is None and torch_private.is_profiling():
-            return bound_bytes
-        if entry is None:
-            entry = self._cache.put(key, measure_workspace_bytes(signature))
-        return int(entry)
+    def recorded(self) -> Recorded:
+        """Everything that this object has costed by measurement so far, to save and to plan with elsewhere."""
+        return Recorded(dict(self._costed), source=self.source)
+
+    def _why_not(self, op: Op) -> str | None:
+        """Why there is no measurement of an op that could be measured; makes it if nothing is in the way."""
+        key = self._key(op.signature)
+        if self._entry(key) is not None:
+            return None
+        if torch_private.is_profiling():
+            return _PROFILED
+        if key not in self._late:
+            self.prepare([op], None)
+        return None if self._entry(key) is not None else _LATE
+
+    def _workspace_bytes(self, signature: OpSignature, measured_bytes: int) -> int:
+        if self.device == "cpu" and is_known(signature.target) and not is_bound(signature):
+            return workspace_bytes(signature, torch.get_num_threads())
+        return measured_bytes
+
+    def _entry(self, key: str) -> Any:
+        if key not in self._entries:
+            entry = self._cache.get(key)
+            if entry is None:
+                return None
+            self._entries[key] = entry
+        return self._entries[key]
+
+    def _key(self, signature: OpSignature) -> str:
+        where = f"{machine_key(self.device)}; {settings_key(self.device)}"
+        return hashlib.sha256(f"{where}; {signature_text(signature)}".encode()).hexdigest()
+
+    def _torch_device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self.device == "cuda" else torch.device("cpu")
+
+    def _cuda_devices(self) -> list[int]:
+        return [torch.cuda.current_device()] if self.device == "cuda" else []
+
+
+def _why_never(signature: OpSignature) -> str | None:
+    """Custom operators may do anything: print, count, communicate. Kept modules need their inner graph."""
+    return None if signature.target.startswith(("aten.", "prims.")) else _FOREIGN
+
+
+def measure(
+    signatures: Sequence[OpSignature], device: torch.device, time_limit_s: float, progress: Progress | None
+) -> list[Samples]:
+    """Sample all ops in rounds, the last of which the time limit may cut short; one `Samples` for each signature."""
+    samples = [Samples() for _ in signatures]
+    started = told = time.monotonic()
+    for round_index in range(ROUNDS):
+        for i, signature in enumerate(signatures):
+            now = time.monotonic()
+            if now - started > time_limit_s:
+                return samples
+            if progress is not None and now - told > _PROGRESS_S:
+                told = now
+                progress(f"measuring ops: round {round_index + 1} of {ROUNDS}, {i} of {len(signatures)}")
+            if samples[i].failed is None:
+                _sample(samples[i], signature, device)
+    return samples
+
+
+def _sample(samples: Samples, signature: OpSignature, device: torch.device) -> None:
+    try:
+        trial = Trial.of(signature, device)
+        if not samples.seconds:
+            samples.workspace_bytes = trial.workspace_bytes()
+        samples.seconds.append(trial.sample_s())
+    except Exception as error:  # an operator may refuse inputs in any way it likes
+        samples.failed = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}" if str(error) else repr(error)
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, Mapping):
+        return False
+    if isinstance(entry.get("failed"), str):
+        return True
+    seconds, workspace_bytes = entry.get("runtime_s"), entry.get("workspace_bytes")
+    is_time = isinstance(seconds, (int, float)) and 0 <= seconds < math.inf
+    return is_time and isinstance(workspace_bytes, int) and workspace_bytes >= 0

@@ -55,6 +55,12 @@ def output_tensors(signature: OpSignature) -> list[TensorSpec]:
     return list(tensors(signature.outputs))
 
 
+def device_type(signature: OpSignature) -> str:
+    """Where the op runs: the device type of its first result, or of its first argument if it has none; else "cpu"."""
+    specs = output_tensors(signature) or input_tensors(signature)
+    return specs[0].device if specs else "cpu"
+
+
 def storage_bytes(spec: TensorSpec) -> int:
     """Bytes between the first and the last element, both included: an expanded dimension costs nothing."""
     if spec.numel == 0:

@@ -12,7 +12,7 @@ instead of the allocator is not counted either.
 
 from __future__ import annotations
 
-from placemat.cost_models.operands import REDUCED, base_target, input_tensors, output_tensors
+from placemat.cost_models.operands import REDUCED, base_target, device_type, input_tensors
 from placemat.cost_models.workspaces_conv import FORMULAS as CONVOLUTION
 from placemat.cost_models.workspaces_image import FORMULAS as IMAGE
 from placemat.cost_models.workspaces_matmul import FORMULAS as MATMUL
@@ -35,6 +35,11 @@ _VIEWS = frozenset(
 def is_view(target: str) -> bool:
     """Whether the op only makes a new view of its first argument."""
     return base_target(target) in _VIEWS or target == "getitem"
+
+
+def is_free(signature: OpSignature) -> bool:
+    """Whether the op takes no time worth counting: views, and the pseudo-ops that the graph adds."""
+    return is_view(signature.target) or signature.target.startswith("placemat.")
 
 
 def _formula(target: str) -> Formula | None:
@@ -60,8 +65,7 @@ def is_bound(signature: OpSignature) -> bool:
 
 def workspace_bytes(signature: OpSignature, num_threads: int) -> int:
     """Workspace of one run on CPU with `num_threads` intra-op threads; 0 for unknown ops (`is_known`) and on CUDA."""
-    specs = output_tensors(signature) or input_tensors(signature)
-    if not specs or specs[0].device != "cpu" or is_view(signature.target):
+    if device_type(signature) != "cpu" or is_view(signature.target):
         return 0
     formula = _formula(signature.target)
     return max(0, formula(signature, num_threads)) if formula is not None else 0

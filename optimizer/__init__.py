@@ -5,6 +5,17 @@
 
 from placemat.api import apply, frontier, minimum_budget, optimize, plan, restore
 from placemat.baselines import chen_sqrt_n, recompute_all, save_all
+from placemat.cost_models import (
+    CostFunction,
+    CostTable,
+    DeviceSpec,
+    Measured,
+    OpCost,
+    Recorded,
+    Roofline,
+    device_spec,
+    host_spec,
+)
 from placemat.frontier import Frontier, FrontierPoint, problem_frontier
 from placemat.graph.errors import (
     BudgetTooSmall,
@@ -30,18 +41,25 @@ __all__ = [
     "CaptureError",
     "Compute",
     "ConstraintError",
+    "CostFunction",
+    "CostTable",
+    "DeviceSpec",
     "Free",
     "Frontier",
     "FrontierPoint",
     "InvalidSchedule",
+    "Measured",
     "Measurement",
+    "OpCost",
     "PlacematError",
     "Plan",
     "PlanMismatch",
     "Problem",
     "ProblemOp",
     "ProblemValue",
+    "Recorded",
     "Report",
+    "Roofline",
     "Schedule",
     "Simulation",
     "SolveResult",
@@ -50,7 +68,9 @@ __all__ = [
     "UnsupportedFeature",
     "apply",
     "chen_sqrt_n",
+    "device_spec",
     "frontier",
+    "host_spec",
     "measure",
     "minimum_budget",
     "optimize",

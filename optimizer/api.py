@@ -12,6 +12,7 @@ from torch import nn
 from placemat.calls import module_digest, the_device
 from placemat.constraints import parse_constraints, parse_patterns
 from placemat.cost_models import CostModel, default_cost_model
+from placemat.cost_models.custom import CostModelLike, as_cost_model
 from placemat.frontier import Frontier
 from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import PlacematError, PlanMismatch
@@ -31,7 +32,7 @@ def optimize(
     *,
     budget_fraction: float | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    cost_model: CostModel | None = None,
+    cost_model: CostModelLike | None = None,
     reserved_bytes: Budget = 0,
     accumulate_grad: bool = False,
     keep: Iterable[Any] = (),
@@ -234,7 +235,7 @@ def _planner(
     budget_bytes: Budget | None = None,
     budget_fraction: float | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    cost_model: CostModel | None = None,
+    cost_model: CostModelLike | None = None,
     reserved_bytes: Budget = 0,
     accumulate_grad: bool = False,
     keep: Iterable[Any] = (),
@@ -244,14 +245,14 @@ def _planner(
     gap: float = 0.01,
     progress: bool | Progress = False,
 ) -> Planner:
-    _check_arguments(model, example_args, example_kwargs, cost_model, loss_fn, time_limit_s, gap)
+    _check_arguments(model, example_args, example_kwargs, loss_fn, time_limit_s, gap)
     if (budget_bytes is None) == (budget_fraction is None):
         raise PlacematError(
             'give one of budget_bytes (an int, or text such as "8 GiB") and budget_fraction (0 to 1), and not both.'
         )
     device = the_device(model, example_args, example_kwargs)
     return Planner(
-        cost_model=cost_model or default_cost_model(device.type),
+        cost_model=_cost_model(cost_model, device.type),
         budget_bytes=None if budget_bytes is None else parse_bytes(budget_bytes),
         budget_fraction=None if budget_fraction is None else parse_fraction(budget_fraction),
         loss_fn=loss_fn,
@@ -266,7 +267,7 @@ def _planner(
 
 
 def _check_arguments(
-    model: object, args: object, kwargs: object, cost_model: object, loss_fn: object, time_limit_s: float, gap: float
+    model: object, args: object, kwargs: object, loss_fn: object, time_limit_s: float, gap: float
 ) -> None:
     """Refuse what is of the wrong kind, before anything is done with it."""
     if not isinstance(model, nn.Module):
@@ -277,14 +278,16 @@ def _check_arguments(
         )
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise PlacematError(f"example_kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}.")
-    if cost_model is not None and not hasattr(cost_model, "op_cost"):
-        raise PlacematError(f"cost_model must have op_cost(op) and source, got {type(cost_model).__name__}.")
     if loss_fn is not None and not callable(loss_fn):
         raise PlacematError(f"loss_fn must map the model's output to the loss, got {type(loss_fn).__name__}.")
     if not time_limit_s > 0 or not gap >= 0:
         raise PlacematError(f"time_limit_s must be positive and gap not negative, got {time_limit_s} and {gap}.")
     if any(nn.parameter.is_lazy(p) for p in (*model.parameters(), *model.buffers())):
         raise PlacematError("the model has uninitialized (lazy) parameters. Remedy: run it once before planning.")
+
+
+def _cost_model(given: CostModelLike | None, device: str) -> CostModel:
+    return default_cost_model(device) if given is None else as_cost_model(given, lambda: default_cost_model(device))
 
 
 def _progress(progress: bool | Progress) -> Progress | None:

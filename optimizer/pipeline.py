@@ -14,7 +14,6 @@ from placemat.baselines import save_all
 from placemat.calls import check_trainable, describe_call, input_digest, module_digest, the_device
 from placemat.constraints import Constraints, constrain
 from placemat.cost_models.base import CostModel, Costs, cost_graph
-from placemat.cost_models.workspaces import is_known
 from placemat.floor import Floor, lowered, minimum_budget
 from placemat.frontier import Frontier, check_points, problem_frontier
 from placemat.graph.capture import capture
@@ -137,7 +136,7 @@ class Planner:
             warm_start=floor.schedule,
             progress=self.progress,
         )
-        notes = _notes(stages.lowering.graph)
+        notes = stages.costs.notes
         if floor.interrupted or result.limit == "interrupt":
             self._say("interrupted: going on with the best plan so far")
             notes += ("the search was interrupted: this is the best plan that it had found by then.",)
@@ -168,7 +167,7 @@ class Planner:
         for point in curve:
             floor = _lowered(stages.problem, floor, point.schedule)
         identity = _Identity.of(model, forward, args, kwargs)
-        notes = _notes(stages.lowering.graph)
+        notes = stages.costs.notes
         planner = replace(self, budget_fraction=None)
         plans = (planner._built(stages, point, point.budget_bytes, floor, identity, notes) for point in curve)
         return Frontier(curve, tuple(plans))
@@ -255,7 +254,7 @@ class Planner:
         )
         lowering = _constrained(lowering, self.constraints)
         self._say(f"costing {len(lowering.graph.ops)} ops")
-        costs = cost_graph(self.cost_model, lowering.graph)
+        costs = cost_graph(self.cost_model, lowering.graph, self.progress)
         problem = Problem.from_op_graph(lowering.graph, costs, reserved_bytes=self.reserved_bytes)
         peak_bytes = simulate(problem, save_all(problem)).peak_bytes
         bound_bytes = eager_bound(problem) if joint.unread_call is None else None
@@ -292,17 +291,6 @@ class Planner:
 def _constrained(lowering: Lowering, constraints: Constraints) -> Lowering:
     graph = constrain(lowering.graph, constraints, lambda index: why_not_even_if_asked(lowering, index))
     return replace(lowering, graph=graph)
-
-
-def _notes(graph: OpGraph) -> tuple[str, ...]:
-    """What the figures leave out."""
-    unknown = sorted({op.target for op in graph.ops if graph.device == "cpu" and not is_known(op.target)})
-    if not unknown:
-        return ()
-    return (
-        f"workspaces of {', '.join(unknown)} are not known and counted as 0 bytes: the real peak may be higher. Leave "
-        "room for them with reserved_bytes=.",
-    )
 
 
 # A floor takes seconds, and the budgets that people ask for come from it: what minimum_budget() said must hold for the

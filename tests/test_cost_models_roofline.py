@@ -16,7 +16,7 @@ from placemat.cost_models import DEVICES, MeasuredWorkspaces, Roofline, default_
 from placemat.cost_models import host as host_module
 from placemat.cost_models.cache import JsonCache
 from placemat.cost_models.flops import bytes_moved, compute_dtype, flops
-from placemat.cost_models.measured import measure_workspace_bytes
+from placemat.cost_models.measured_workspaces import measure_workspace_bytes
 from placemat.cost_models.workspaces import workspace_bytes
 from placemat.graph.errors import PlacematError
 from placemat.graph.ir import Op, OpSignature, TensorSpec

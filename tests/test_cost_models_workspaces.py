@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from placemat.cost_models.measured import peak_allocated_bytes
+from placemat.cost_models.trial import peak_allocated_bytes
 from placemat.cost_models.workspaces import is_bound, is_known, workspace_bytes
 from placemat.graph.ir import OpSignature, TensorSpec
 
