@@ -64,6 +64,8 @@ class Value:
     producer: int  # op index
     role: Role
     pinned: bool  # held by the caller, or by autograd, from its production to the end of the step
+    shape: tuple[int, ...] | None = None  # of the tensor that the op returns; None: it has no single tensor
+    dtype: str = ""  # as torch prints it without the prefix
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,7 @@ def _new_values(build: _Builder, node: fx.Node, op_index: int) -> tuple[int, ...
             if single and build.value_of_storage[key] is not None:  # an op that writes to a value and returns it
                 build.value_of_node[node] = build.value_of_storage[key]  # type: ignore[assignment]
             continue
-        value = _new_value(build, node.name, storage_bytes(node, tensor), op_index, "activation")
+        value = _new_value(build, node.name, storage_bytes(node, tensor), op_index, "activation", tensor=tensor)
         build.value_of_storage[key] = value
         created.append(value)
         if single:
@@ -274,8 +274,18 @@ def _new_values(build: _Builder, node: fx.Node, op_index: int) -> tuple[int, ...
     return tuple(created)
 
 
-def _new_value(build: _Builder, name: str, nbytes: int, producer: int, role: Role, pinned: bool = False) -> int:
-    value = Value(len(build.values), name, nbytes, producer, role, pinned)
+def _new_value(
+    build: _Builder,
+    name: str,
+    nbytes: int,
+    producer: int,
+    role: Role,
+    pinned: bool = False,
+    tensor: torch.Tensor | None = None,
+) -> int:
+    shape = None if tensor is None else tuple(int(size) for size in tensor.shape)
+    dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
+    value = Value(len(build.values), name, nbytes, producer, role, pinned, shape, dtype)
     build.values.append(value)
     return value.index
 
@@ -368,7 +378,7 @@ def _add_tangents(build: _Builder, border: int) -> tuple[list[int], int]:
         is_copied = nbytes > dense_bytes or times > 1
         copied_bytes += times * dense_bytes if is_copied else 0
         pinned = build.loss.tangents_held and not is_copied
-        value = _new_value(build, node.name, nbytes, border, "tangent", pinned=pinned)
+        value = _new_value(build, node.name, nbytes, border, "tangent", pinned=pinned, tensor=tensor)
         build.value_of_storage[storage_key(tensor)] = value
         build.value_of_node[node] = value
         build.base_of_value[value] = node

@@ -16,7 +16,9 @@ class Decision:
     """What happens to one value: a forward value, or any other one that is computed more than once.
 
     Attributes:
+        index: of the value in `Problem.values`.
         value, op, target, module_path, source, phase: the value, the op that makes it, and where that comes from.
+        shape, dtype: of the value; None and "" where it is no single tensor.
         bytes: bytes of the value.
         kept: held from forward into backward.
         recomputed: how often its op runs again.
@@ -24,12 +26,15 @@ class Decision:
         why: the reason, for people.
     """
 
+    index: int
     value: str
     op: str
     target: str
     module_path: str
     source: str | None
     phase: str
+    shape: tuple[int, ...] | None
+    dtype: str
     bytes: int
     kept: bool
     recomputed: int
@@ -51,12 +56,15 @@ def decide(graph: OpGraph, costs: Costs, schedule: Schedule) -> tuple[Decision, 
         runtime_s = costs.runtime_s[op.index]
         decisions.append(
             Decision(
+                index=value.index,
                 value=value.name,
                 op=op.name,
                 target=op.target,
                 module_path=op.module_path,
                 source=op.source,
                 phase=op.phase,
+                shape=value.shape,
+                dtype=value.dtype,
                 bytes=value.bytes,
                 kept=kept,
                 recomputed=recomputed,

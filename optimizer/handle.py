@@ -152,7 +152,7 @@ class Handle:
             return plan.runs_original
         plan = self.planner.plan(self.module, self.original, args, kwargs, self.kept, known=self.plans)
         if plan.fingerprint not in self.plans and self.plans:
-            log.warning("placemat: new input shapes or flags, planned again under the same budget: %s", plan)
+            log.warning("placemat: new input shapes or flags, planned again under the same budget: %r", plan)
         self.add_plan(plan)
         return plan.runs_original
 

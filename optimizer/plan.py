@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Protocol, get_origin, get_type_hints
+from typing import Any, Protocol, get_type_hints
 
-from placemat import plan_file, summary
+from placemat import diff, explain, notebook, op_table, plan_content, plan_file, summary
 from placemat.cost_models.base import Costs
 from placemat.decisions import Decision, decide
-from placemat.graph.errors import PlacematError
-from placemat.graph.ir import OpGraph, Value
+from placemat.graph.ir import OpGraph
+from placemat.labels import Labels, category
 from placemat.problem import Problem
-from placemat.schedule import Compute, Free, Schedule
+from placemat.schedule import Compute, Schedule
 from placemat.simulate import Simulation, simulate
-from placemat.units import format_bytes
+
+_MAX_PRINTED_ROWS = 60
 
 
 class SolvedProblem(Protocol):
@@ -59,6 +60,7 @@ class Plan:
         fingerprint, module_digest, input_digest: of the graph, the module and the inputs that the plan is for.
         runs_original: the budget is so ample that the module's original forward runs.
         eager_bound_bytes: upper bound of what a step with the original forward needs; None if it was not computed.
+        problem, labels: what the schedule schedules, and what people call its ops and values.
         schedule: the steps.
         decisions: what happens to each value, and why.
         notes: remarks of capture and planning.
@@ -91,6 +93,8 @@ class Plan:
     input_digest: str
     runs_original: bool
     eager_bound_bytes: int | None
+    problem: Problem
+    labels: Labels
     schedule: Schedule
     decisions: tuple[Decision, ...]
     notes: tuple[str, ...]
@@ -115,19 +119,42 @@ class Plan:
         """Budget, peak, what binds, cost and decisions, as text."""
         return summary.summarize(self)
 
+    def table(self, max_rows: int | None = None) -> str:
+        """Every value that is kept or recomputed: op, shape, bytes, how often, milliseconds, module, source line.
+
+        Layers that do the same are folded into one, totals come last; None shows all rows.
+        """
+        return op_table.op_table(self, max_rows)
+
     def explain(self, name: str) -> str:
-        """What happens to the values of an op or a module (and the modules inside it), and why.
+        """What happens to the results of some ops, why, and what the other choice would cost in bytes and milliseconds.
+
+        The cost is the referee's for this schedule with the other choice for one op, all else as it is; it says if the
+        budget would be broken.
+
+        Args:
+            name: an op, a value, an operator ("aten.mm"), a module (with those inside) or a source line ("net.py:12").
 
         Raises:
             PlacematError: no decision is about `name`.
         """
-        return summary.explain(self, name)
+        return explain.explain(self, name)
+
+    def diff(self, other: Plan) -> str:
+        """Figures that differ between this plan and another one, and values that they treat differently, as text.
+
+        Plans for different graphs are compared by their figures and module by module.
+        """
+        return diff.diff(self, other)
+
+    def __str__(self) -> str:
+        return f"{self.summary()}\n\n{self.table(_MAX_PRINTED_ROWS)}"
 
     def __repr__(self) -> str:
-        return (
-            f"Plan(budget {format_bytes(self.budget_bytes)}, predicted peak {format_bytes(self.predicted_peak_bytes)}, "
-            f"overhead {self.overhead:.2%}, {self.family}: {self.status}, {len(self.schedule.steps)} steps)"
-        )
+        return f"Plan({notebook.headline(self)}, {len(self.schedule.steps)} steps)"
+
+    def _repr_html_(self) -> str:
+        return notebook.to_html(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON (see `placemat.plan_file`); an existing file is replaced in one go.
@@ -135,18 +162,18 @@ class Plan:
         Raises:
             OSError: the file cannot be written.
         """
-        plan_file.write(path, _to_json(self))
+        plan_file.write(path, plan_content.encode(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read a saved plan, which equals the one that was saved. Executes nothing.
 
         Raises:
-            PlanMismatch: a newer placemat wrote the file.
+            PlanMismatch: another version of placemat wrote the file, in a format that this one does not read.
             PlacematError: the file is truncated, is something else, or was changed after it was written.
             OSError: the file cannot be read.
         """
-        return _from_json(plan_file.read(path), str(path))
+        return cls(**plan_content.decode(plan_file.read(path), get_type_hints(cls), str(path)))
 
 
 def build_plan(
@@ -204,6 +231,8 @@ def build_plan(
         input_digest=input_digest,
         runs_original=runs_original,
         eager_bound_bytes=eager_bound_bytes,
+        problem=problem,
+        labels=Labels.of(graph),
         schedule=result.schedule,
         decisions=decide(graph, costs, result.schedule),
         notes=(*graph.notes, *notes),
@@ -221,61 +250,10 @@ def peak_breakdown(graph: OpGraph, simulation: Simulation, reserved_bytes: int) 
     breakdown.update(dict.fromkeys(("gradients", "outputs", "mutations", "activations", "temporaries"), 0))
     breakdown["reserved"] = reserved_bytes
     for v in simulation.resident_at_peak:
-        breakdown[_category(graph, graph.values[v])] += graph.values[v].bytes
+        breakdown[category(graph, graph.values[v])] += graph.values[v].bytes
     breakdown["temporaries"] += simulation.peak_bytes - sum(breakdown.values())
     return breakdown
 
 
-def _category(graph: OpGraph, value: Value) -> str:
-    if value.role == "activation":
-        return "temporaries" if graph.ops[value.producer].phase == "backward" else "activations"
-    return {
-        "output": "outputs",
-        "tangent": "outputs",
-        "gradient": "gradients",
-        "mutation": "mutations",
-        "rng_state": "activations",
-    }[value.role]
-
-
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
-
-
-def _to_json(plan: Plan) -> dict[str, Any]:
-    """Compute(op) is written as op, Free(v) as -1 - v; decisions as rows below their column names."""
-    content = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    content["schedule"] = [step.op if isinstance(step, Compute) else -1 - step.value for step in plan.schedule.steps]
-    content["notes"] = list(plan.notes)
-    content["decisions"] = {
-        "columns": [field.name for field in fields(Decision)],
-        "rows": [list(asdict(decision).values()) for decision in plan.decisions],
-    }
-    return content
-
-
-def _from_json(content: dict[str, Any], path: str) -> Plan:
-    hints = get_type_hints(Plan)
-    wrong = sorted(content.keys() ^ hints.keys())
-    if not wrong:
-        content = dict(content)
-        try:
-            steps = tuple(Compute(code) if code >= 0 else Free(-1 - code) for code in content["schedule"])
-            columns, rows = content["decisions"]["columns"], content["decisions"]["rows"]
-            content["decisions"] = tuple(Decision(**dict(zip(columns, row, strict=True))) for row in rows)
-            content["schedule"] = Schedule(steps)
-            content["notes"] = tuple(content["notes"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise PlacematError(f"{path} holds a plan that cannot be read: {error!r}. Plan again.") from None
-        wrong = sorted(name for name, hint in hints.items() if not _fits(content[name], hint))
-    if wrong:
-        raise PlacematError(f"{path} holds a plan whose entries are not those of a plan: {wrong}. Plan again.")
-    return Plan(**content)
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a value that JSON gave is of a field's type, as far as its outermost type goes."""
-    if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    outer = get_origin(hint) if get_origin(hint) in (dict, tuple) else hint
-    return isinstance(value, outer) and (not isinstance(value, bool) or hint is bool)

@@ -1,6 +1,6 @@
 """The file format of plans: one JSON object with a schema number and a digest of its content.
 
-    {"format": "placemat.plan", "schema": 1, "sha256": "...", "plan": {...}}
+    {"format": "placemat.plan", "schema": 2, "plan": {...}, "sha256": "..."}
 
 Reading executes nothing. The digest is over the canonical JSON text (sorted keys, no spaces) of the other three
 entries: it finds damage and careless edits, it is no signature.
@@ -19,7 +19,8 @@ from typing import Any, NoReturn
 from placemat.graph.errors import PlacematError, PlanMismatch
 
 FORMAT = "placemat.plan"
-SCHEMA = 1
+SCHEMA = 2
+_MAX_DEPTH = 5
 
 
 def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
@@ -29,7 +30,7 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
         OSError: the file cannot be written.
     """
     body: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "plan": content}
-    text = json.dumps({**body, "sha256": _digest(body)}, separators=(",", ":"), allow_nan=False)
+    text = _readable({**body, "sha256": _digest(body)})
     target = Path(path)
     descriptor, temporary = tempfile.mkstemp(prefix=target.name, suffix=".tmp", dir=target.parent)
     try:
@@ -49,7 +50,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Content of a plan file.
 
     Raises:
-        PlanMismatch: a newer placemat wrote the file.
+        PlanMismatch: another version of placemat wrote the file, in a format that this one does not read.
         PlacematError: the file is truncated, is something else, or was changed after it was written.
         OSError: the file cannot be read.
     """
@@ -61,11 +62,15 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise PlacematError(f'{path} is JSON but no plan file: it lacks "format": "{FORMAT}".')
     schema = body.get("schema")
     if not isinstance(schema, int) or schema < 1:
-        raise PlacematError(f"{path} has the schema {schema!r}; plan files have a number from 1 to {SCHEMA}.")
+        raise PlacematError(f"{path} has the schema {schema!r}; plan files of this version have {SCHEMA}.")
     if schema > SCHEMA:
         raise PlanMismatch(
-            f"{path} was written by a newer placemat: its schema is {schema}, this version reads up to {SCHEMA}. "
-            "Update placemat or plan again."
+            f"{path} was written by a newer placemat: its schema is {schema}, this version reads {SCHEMA}. Update "
+            "placemat or plan again."
+        )
+    if schema < SCHEMA:
+        raise PlanMismatch(
+            f"{path} was written by an older placemat: its schema is {schema}, this version reads {SCHEMA}. Plan again."
         )
     if body.pop("sha256", None) != _digest(body):
         raise PlacematError(f"{path} was changed after it was saved: its sha256 does not match. Plan again.")
@@ -73,6 +78,21 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise PlacematError(f"{path} holds no plan. Plan again.")
     content: dict[str, Any] = body["plan"]
     return content
+
+
+def _readable(value: Any, depth: int = 0) -> str:
+    """JSON text with a line per entry of the outer objects and per row of a table, for people and git."""
+    if depth == _MAX_DEPTH or not isinstance(value, (dict, list)) or not _is_nested(value):
+        return json.dumps(value, allow_nan=False)
+    indent = " " * (depth + 1)
+    if isinstance(value, dict):
+        entries = [f"{indent}{json.dumps(key)}: {_readable(entry, depth + 1)}" for key, entry in value.items()]
+        return "{\n" + ",\n".join(entries) + "\n" + " " * depth + "}"
+    return "[\n" + ",\n".join(indent + _readable(entry, depth + 1) for entry in value) + "\n" + " " * depth + "]"
+
+
+def _is_nested(value: dict[str, Any] | list[Any]) -> bool:
+    return any(isinstance(entry, (dict, list)) for entry in (value.values() if isinstance(value, dict) else value))
 
 
 def _digest(body: dict[str, Any]) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from placemat.graph.errors import PlacematError
 from placemat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,41 +33,22 @@ def summarize(plan: Plan) -> str:
     """The text of `Plan.summary`."""
     blocks = [
         BUDGET_SENTENCE,
-        _limits(plan),
-        _peak(plan),
-        _cost(plan),
+        align(limit_rows(plan), frozenset({0, 2})),
+        f"{align(peak_rows(plan), frozenset({0, 3}))}\n{peak_place(plan)}",
+        align(cost_rows(plan), frozenset({0, 1})),
         _modules(plan.decisions),
     ]
     if plan.runs_original:
-        blocks.insert(1, _ample(plan))
+        blocks.insert(1, ample(plan))
     if plan.notes:
         blocks.append("\n".join(["notes", *(f"- {note}" for note in plan.notes)]))
     return "\n\n".join(blocks)
 
 
-def _ample(plan: Plan) -> str:
+def ample(plan: Plan) -> str:
+    """What is to know of a plan with `runs_original`."""
     bound = "" if plan.eager_bound_bytes is None else f", which needs at most {format_bytes(plan.eager_bound_bytes)}"
     return f"The budget is ample: the module runs its original forward{bound}. The schedule below is not used."
-
-
-def explain(plan: Plan, name: str) -> str:
-    """The text of `Plan.explain`."""
-    found = [
-        decision
-        for decision in plan.decisions
-        if name in (decision.value, decision.op) or f"{decision.module_path}.".startswith(f"{name}.")
-    ]
-    if not found:
-        modules = ", ".join(list(dict.fromkeys(_block(d) for d in plan.decisions))[:8])
-        raise PlacematError(
-            f"no decision is about {name!r}. Give the name of an op, a value or a module, such as {modules}."
-        )
-    lines = []
-    for decision in found:
-        fate = "kept" if decision.kept else f"recomputed x{decision.recomputed}" if decision.recomputed else "freed"
-        lines.append(f"{decision.value} ({decision.target}, {format_bytes(decision.bytes)}): {fate}; {decision.why}")
-        lines.append(f"    {decision.module_path or '(model)'}  {decision.source or '(no source line)'}")
-    return "\n".join(lines)
 
 
 def align(rows: Iterable[Sequence[str]], left: frozenset[int] = frozenset({0})) -> str:
@@ -82,34 +62,40 @@ def align(rows: Iterable[Sequence[str]], left: frozenset[int] = frozenset({0})) 
     return "\n".join(lines)
 
 
-def _limits(plan: Plan) -> str:
+def limit_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Floor, peak, budget and the peak of keeping everything."""
     proof = "proven for the solved family" if plan.floor_proven else "smallest peak that was found, no proof"
     headroom = plan.budget_bytes - plan.predicted_peak_bytes
     room = f"{format_bytes(abs(headroom))} {'below' if headroom >= 0 else 'ABOVE'} the budget"
     asked = " but what recompute= asks for" if plan.options.get("recompute") else ""
-    rows = [
+    return [
         ("floor", format_bytes(plan.floor_bytes), proof),
         ("predicted peak", format_bytes(plan.predicted_peak_bytes), room),
         ("budget", format_bytes(plan.budget_bytes), ""),
         ("keep everything", format_bytes(plan.keep_everything_bytes), f"peak without recomputation{asked}"),
     ]
-    return align(rows, frozenset({0, 2}))
 
 
-def _peak(plan: Plan) -> str:
-    rows = [("at the peak", "bytes", "share", "")]
+def peak_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """A header, the categories at the peak, their total."""
+    rows: list[tuple[str, ...]] = [("at the peak", "bytes", "share", "")]
     for category, num_bytes in plan.breakdown.items():
         if num_bytes:
             share = f"{num_bytes / plan.predicted_peak_bytes:.1%}"
             rows.append((category, format_bytes(num_bytes), share, _CATEGORY_NOTES.get(category, "")))
     rows.append(("total", format_bytes(plan.predicted_peak_bytes), "", ""))
-    where = f"reached at {plan.peak_op}: {plan.peak_source or 'no source line'}"
-    return f"{align(rows, frozenset({0, 3}))}\n{where}"
+    return rows
 
 
-def _cost(plan: Plan) -> str:
+def peak_place(plan: Plan) -> str:
+    """The op that binds."""
+    return f"reached at {plan.peak_op}: {plan.peak_source or 'no source line'}"
+
+
+def cost_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Overhead and bound, and where the figures come from."""
     extra_ms, step_ms = plan.recompute_seconds * 1e3, plan.forward_backward_seconds * 1e3
-    rows = [
+    return [
         ("overhead", f"{plan.overhead:.2%}: {extra_ms:.4g} ms of recomputation for a step of {step_ms:.4g} ms"),
         ("lower bound", f"{plan.lower_bound:.2%} for family {plan.family}, gap {plan.gap:.2%}, {plan.status}"),
         ("costs", f"{plan.cost_source} ({plan.device})"),
@@ -117,7 +103,6 @@ def _cost(plan: Plan) -> str:
         *((name, ", ".join(plan.options[name])) for name in ("keep", "recompute") if plan.options.get(name)),
         ("versions", f"placemat {plan.placemat_version}, torch {plan.torch_version}"),
     ]
-    return align(rows, frozenset({0, 1}))
 
 
 @dataclass(frozen=True)
@@ -149,22 +134,27 @@ def _tally(decisions: Iterable[Decision]) -> _Tally:
 
 
 def _modules(decisions: Sequence[Decision]) -> str:
-    by_block: dict[str, list[Decision]] = defaultdict(list)
-    for decision in decisions:
-        by_block[_block(decision)].append(decision)
-    tallies = [(block, _tally(group)) for block, group in by_block.items()]
-    folded = _fold(tallies)
-    rows = [(f"{label} (x{count})" if count > 1 else label, *t.cells()) for label, count, t in folded]
-    header = ("module", "kept", "bytes", "recomputed", "bytes", "ms")
-    table = align([header, *rows[:_MAX_MODULES], ("total", *_tally(decisions).cells())])
-    if any(count > 1 for _, count, _ in folded):
+    rows = module_rows(decisions)
+    table = align([*rows[: _MAX_MODULES + 1], *rows[-1:]] if len(rows) > _MAX_MODULES + 2 else rows)
+    if any("(x" in row[0] for row in rows):
         table += "\nfigures of a row (xN) are those of each of its N modules"
-    if len(rows) > _MAX_MODULES:
-        table += f"\n{len(rows) - _MAX_MODULES} more rows are left out"
+    if len(rows) > _MAX_MODULES + 2:
+        table += f"\n{len(rows) - _MAX_MODULES - 2} more rows are left out"
     return table
 
 
-def _block(decision: Decision) -> str:
+def module_rows(decisions: Sequence[Decision]) -> list[tuple[str, ...]]:
+    """A header, one row per block of modules or run of equal ones, the total."""
+    by_block: dict[str, list[Decision]] = defaultdict(list)
+    for decision in decisions:
+        by_block[block_of(decision)].append(decision)
+    folded = _fold([(block, _tally(group)) for block, group in by_block.items()])
+    rows = [(f"{label} (x{count})" if count > 1 else label, *t.cells()) for label, count, t in folded]
+    header = ("module", "kept", "bytes", "recomputed", "bytes", "ms")
+    return [header, *rows, ("total", *_tally(decisions).cells())]
+
+
+def block_of(decision: Decision) -> str:
     """Module path up to its first number ("h.3" of "h.3.mlp.c_fc"), or its first name."""
     parts = decision.module_path.split(".")
     numbers = [i for i, part in enumerate(parts) if _NUMBER.fullmatch(part)]
@@ -177,14 +167,14 @@ def _fold(tallies: Sequence[tuple[str, _Tally]]) -> list[tuple[str, int, _Tally]
     for block, tally in tallies:
         if folded:
             first, last, count, same = folded[-1]
-            if block == _next(last) and tally.cells() == same.cells():
+            if block == next_block(last) and tally.cells() == same.cells():
                 folded[-1] = (first, block, count + 1, same)
                 continue
         folded.append((block, block, 1, tally))
     return [(first if first == last else f"{first}-{last}", count, tally) for first, last, count, tally in folded]
 
 
-def _next(block: str) -> str | None:
+def next_block(block: str) -> str | None:
     """ "h.4" for "h.3"; None for a block without a number."""
     stem, _, number = block.rpartition(".")
     if not _NUMBER.fullmatch(number):

@@ -1,0 +1,66 @@
+"""Labels: what people call the ops and values of a problem. Plain data beside the integers of `Problem`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from placemat.graph.ir import OpGraph, Value
+
+
+@dataclass(frozen=True)
+class OpLabel:
+    """Where an op comes from; fields as in `graph.ir.Op`."""
+
+    target: str
+    phase: str
+    module_path: str
+    source: str | None
+
+
+@dataclass(frozen=True)
+class ValueLabel:
+    """Category of `Plan.breakdown` under which the value's bytes count, and its shape and dtype if it is one tensor."""
+
+    category: str
+    shape: tuple[int, ...] | None
+    dtype: str
+
+
+@dataclass(frozen=True, repr=False)
+class Labels:
+    """One label per op and per value of a problem, in its order."""
+
+    ops: tuple[OpLabel, ...]
+    values: tuple[ValueLabel, ...]
+
+    @classmethod
+    def of(cls, graph: OpGraph) -> Labels:
+        return cls(
+            tuple(OpLabel(op.target, op.phase, op.module_path, op.source) for op in graph.ops),
+            tuple(ValueLabel(category(graph, v), v.shape, v.dtype) for v in graph.values),
+        )
+
+    def __repr__(self) -> str:
+        return f"Labels({len(self.ops)} ops, {len(self.values)} values)"
+
+
+def category(graph: OpGraph, value: Value) -> str:
+    """Category of a value's bytes while it is resident.
+
+    What backward passes from op to op are `temporaries`; `outputs` include their gradients, `activations` the saved
+    generator states.
+    """
+    if value.role == "activation":
+        return "temporaries" if graph.ops[value.producer].phase == "backward" else "activations"
+    return {
+        "output": "outputs",
+        "tangent": "outputs",
+        "gradient": "gradients",
+        "mutation": "mutations",
+        "rng_state": "activations",
+    }[value.role]
+
+
+def shape_text(shape: tuple[int, ...] | None, dtype: str) -> str:
+    """ "float32[8, 128]"; empty for a value that is no single tensor."""
+    return "" if shape is None else f"{dtype}{list(shape)}"
