@@ -1,4 +1,4 @@
-"""Where PyTorch's own tracing takes other kernels, orders or layouts than eager: bits and peaks are eager's all the same.
+"""Where tracing takes other kernels, orders or layouts than eager, placemat's bits and peaks are eager's all the same.
 
 One small module a kind.
 """
