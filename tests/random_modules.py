@@ -1,10 +1,10 @@
 """Random small modules: a strategy of programs, each with a call, a loss and a budget.
 
-Layers and operators come from `random_pieces`. Not drawn, because they are known to differ by rounding or in zeros
-(README, Limits): bilinear and bicubic interpolation, dropout on 16-bit tensors, weights used twice in an autocast
-region that the forward opens itself, several calls of a module before one backward, functions of a user's own with
-several outputs, and losses that reach an output that is an input or shares its storage with another output. The
-gradients that arrive from outside have the memory format of their outputs.
+Layers and operators come from `random_pieces`. Not drawn are bilinear and bicubic interpolation and dropout on 16-bit
+tensors (`test_eager_bits` has them), several calls of a module before one backward, and functions of a user's own with
+several outputs; and, because they are known to differ by rounding or in zeros (README, Limits), losses that reach an
+output that is an input or shares its storage with another output. The gradients that arrive from outside have the
+memory format of their outputs.
 """
 
 from __future__ import annotations

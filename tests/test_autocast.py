@@ -51,7 +51,7 @@ def test_regions_inside_the_forward_keep_their_precision_in_backward(region, dty
     model, x = Region(region), torch.randn(64, 32)
     planned = copy.deepcopy(model)
     with torch.autocast("cpu", dtype=dtype):
-        placemat.optimize(planned, None, (x,), budget_fraction=0.0)
+        placemat.optimize(planned, None, (x,), budget_fraction=0.0, time_limit_s=5)
     expected, got = _gradients(model, x, dtype), _gradients(planned, x, dtype)
     assert len(got) == 6
     assert all(torch.equal(e, g) for e, g in zip(expected, got, strict=True))
@@ -61,7 +61,7 @@ def test_regions_inside_the_forward_keep_their_precision_in_backward(region, dty
 def test_backward_inside_autocast_is_refused_where_it_changes_gradients():
     model, x = Region(_full_precision), torch.randn(64, 32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        placemat.optimize(model, None, (x,), budget_fraction=0.0)
+        placemat.optimize(model, None, (x,), budget_fraction=0.0, time_limit_s=5)
         loss = model(x).float().pow(2).mean()
         with pytest.raises(placemat.UnsupportedFeature, match="after the autocast block"):
             loss.backward()
@@ -74,7 +74,7 @@ def test_backward_inside_autocast_runs_where_it_changes_nothing():
     for each in (model, planned):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             if each is planned:
-                placemat.optimize(each, None, (x,), budget_fraction=0.0)
+                placemat.optimize(each, None, (x,), budget_fraction=0.0, time_limit_s=5)
             each(x).float().pow(2).mean().backward()
     for expected, got in zip(model.parameters(), planned.parameters(), strict=True):
         assert expected.grad is not None
@@ -86,7 +86,7 @@ def test_float16_with_a_scaler_that_meets_infinities():
     model, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.Linear(32, 4)), torch.randn(8, 16)
     planned = copy.deepcopy(model)
     with torch.autocast("cpu", dtype=torch.float16):
-        placemat.optimize(planned, None, (x,), budget_fraction=0.0)
+        placemat.optimize(planned, None, (x,), budget_fraction=0.0, time_limit_s=5)
     scales = []
     for each in (model, planned):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
@@ -108,7 +108,7 @@ def test_float16_with_a_scaler_that_meets_infinities():
 def test_a_parameter_changed_between_forward_and_backward_is_noticed():
     model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
     x = torch.randn(64, 32)
-    placemat.optimize(model, None, (x,), budget_fraction=0.0)
+    placemat.optimize(model, None, (x,), budget_fraction=0.0, time_limit_s=5)
     loss = model(x).mean()
     with torch.no_grad():
         model[2].weight.add_(1.0)
@@ -196,7 +196,7 @@ def test_a_weight_is_cast_as_often_as_in_eager(forward, outer):
         x = leaf * 1.0  # of a tensor that is no leaf autocast keeps no cast
         with bf16(enabled=outer is not None, cache=outer):
             if each is planned:
-                placemat.optimize(each, None, (x,), budget_fraction=0.0)
+                placemat.optimize(each, None, (x,), budget_fraction=0.0, time_limit_s=5)
             output = each(x)
         output.float().pow(2).sum().backward()
         outcomes.append([output, *(p.grad for p in each.parameters()), leaf.grad])
@@ -209,7 +209,7 @@ def test_calls_that_share_casts_in_eager_are_not_summed_otherwise(regions):
     model, x = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 8)), torch.randn(16, 32)
     planned, outcomes = copy.deepcopy(model), []
     with bf16(cache=regions != "no cache"):
-        placemat.optimize(planned, None, (x,), budget_fraction=0.0, accumulate_grad=True)
+        placemat.optimize(planned, None, (x,), budget_fraction=0.0, accumulate_grad=True, time_limit_s=5)
     for each in (model, planned):
         with bf16(cache=regions != "no cache"):
             first = each(x).float().sum()

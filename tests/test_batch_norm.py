@@ -62,7 +62,7 @@ def test_steps_without_a_momentum_have_eagers_bits(options):
 def test_counter_that_is_set_back_is_read_again():
     model, batches = make_model(), make_batches(2)
     state = copy.deepcopy(model.state_dict())
-    placemat.optimize(model, None, (batches[0],), budget_fraction=0.0)
+    placemat.optimize(model, None, (batches[0],), budget_fraction=0.0, time_limit_s=5)
     first = train(model, batches)
     model.load_state_dict(state)
     assert same(train(model, batches), first)
@@ -73,7 +73,7 @@ def test_evaluation_with_gradients_uses_the_running_statistics():
     train(model, batches)
     model.eval()
     expected = train(copy.deepcopy(model), batches)
-    placemat.optimize(model, None, (batches[0],), budget_fraction=0.0)
+    placemat.optimize(model, None, (batches[0],), budget_fraction=0.0, time_limit_s=5)
     assert same(train(model, batches), expected)
 
 
@@ -92,6 +92,6 @@ def test_workspace_is_that_of_batch_norm():
 def test_pytorchs_class_is_left_as_it_was():
     model, (x,) = make_model(), make_batches(1)
     before = _BatchNorm.forward
-    placemat.optimize(model, None, (x,), budget_fraction=0.0)
+    placemat.optimize(model, None, (x,), budget_fraction=0.0, time_limit_s=5)
     model(x).sum().backward()
     assert _BatchNorm.forward is before

@@ -76,7 +76,7 @@ def test_autocast_of_a_refused_call_is_named():
 
 def accumulated(declared: bool) -> list[warnings.WarningMessage]:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    placemat.optimize(model, None, (X,), budget_fraction=0.0, accumulate_grad=declared)
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, accumulate_grad=declared, time_limit_s=5)
     run_step(model, (X,), loss_fn=torch.sum)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", placemat.UndeclaredGradients)

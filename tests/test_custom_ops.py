@@ -72,7 +72,7 @@ X = torch.linspace(-1, 1, 32).view(4, 8)
 def test_what_a_custom_operator_draws_is_eagers(middle):
     model = Around(middle)
     expected = run_step(model, (X,))
-    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, time_limit_s=5)
     assert run_step(model, (X,)).same_as(expected)
     assert not model.plan.runs_original
 
@@ -87,4 +87,4 @@ def test_what_a_custom_operator_draws_is_eagers(middle):
 )
 def test_custom_operator_that_nobody_reads_is_refused_with_its_line(middle, calls):
     with pytest.raises(placemat.UnsupportedFeature, match=rf"{calls}.*not read 1 time.*test_custom_ops.py:\d+"):
-        placemat.optimize(Around(middle), None, (X,), budget_fraction=0.0)
+        placemat.optimize(Around(middle), None, (X,), budget_fraction=0.0, time_limit_s=5)

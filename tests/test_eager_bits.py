@@ -1,4 +1,4 @@
-"""Where PyTorch's own tracing takes other kernels, orders or layouts than eager: bits and peaks are eager's all the same.
+"""Where tracing takes other kernels, orders or layouts than eager, placemat's bits and peaks are eager's all the same.
 
 One small module a kind.
 """
@@ -105,7 +105,7 @@ def test_write_into_a_permuted_tensor_is_refused_where_its_copy_would_have_anoth
     with pytest.raises(
         placemat.UnsupportedFeature, match=r"masked_fill_\(\) at .*test_eager_bits\.py.*masked_fill\(\)"
     ):
-        placemat.optimize(Step(_linear(), forward), example_args=(_numbers(4, 8),), budget_fraction=0.0)
+        placemat.optimize(Step(_linear(), forward), example_args=(_numbers(4, 8),), budget_fraction=0.0, time_limit_s=5)
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
@@ -115,7 +115,7 @@ def test_every_occurrence_of_an_output_has_room_for_a_gradient(fraction):
         return {"last": hidden, "all": (hidden.cos(), hidden)}
 
     model, x = Step(_linear(), forward), _numbers(256, 8)
-    placemat.optimize(model, example_args=(x,), budget_fraction=fraction)
+    placemat.optimize(model, example_args=(x,), budget_fraction=fraction, time_limit_s=5)
     grads = [_numbers(256, 8) for _ in range(3)]
 
     def step() -> None:
@@ -137,7 +137,7 @@ def test_asking_for_the_autocast_region_takes_no_memory():
             model(x).backward()
 
     with torch.autocast("cpu", torch.bfloat16):
-        placemat.optimize(model, example_args=(x,), budget_fraction=0.0)
+        placemat.optimize(model, example_args=(x,), budget_fraction=0.0, time_limit_s=5)
     step()
     model.zero_grad()
     measured_bytes = placemat.measure(step).peak_bytes + sum(model.plan.static_bytes.values())

@@ -86,19 +86,19 @@ class DropsInPlace(nn.Module):
 def test_step_is_the_same_bit_by_bit(model_class, fraction):
     model, x = model_class(), torch.randn(4, 6)
     expected = run_step(model, (x,))
-    placemat.optimize(model, example_args=(x,), budget_fraction=fraction)
+    placemat.optimize(model, example_args=(x,), budget_fraction=fraction, time_limit_s=5)
     assert run_step(model, (x,)).same_as(expected)
 
 
 def test_gradient_that_is_an_output_gradient():
     model, x, gradient = RoundTrip(), torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
-    placemat.optimize(model, example_args=(x,), budget_fraction=0.0)
+    placemat.optimize(model, example_args=(x,), budget_fraction=0.0, time_limit_s=5)
     model(x).backward(gradient)
     assert torch.equal(x.grad, gradient)
 
 
 def test_random_numbers_in_the_order_of_memory_are_refused():
     model = DropsInPlace()
-    placemat.optimize(model, example_args=(torch.randn(6, 4),), budget_fraction=0.0)
+    placemat.optimize(model, example_args=(torch.randn(6, 4),), budget_fraction=0.0, time_limit_s=5)
     with pytest.raises(placemat.UnsupportedFeature, match=r"not contiguous.*test_fuzz\.py"):
-        placemat.optimize(DropsInPlace(), example_args=(torch.randn(4, 6).t(),), budget_fraction=0.0)
+        placemat.optimize(DropsInPlace(), example_args=(torch.randn(4, 6).t(),), budget_fraction=0.0, time_limit_s=5)

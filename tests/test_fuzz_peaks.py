@@ -77,7 +77,7 @@ def test_measured_peak_is_within_the_predicted_one(name):
         (loss_fn(out) if loss_fn is not None else out).backward()
 
     with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-        placemat.optimize(model, example_args=(x,), budget_fraction=0.0, loss_fn=loss_fn)
+        placemat.optimize(model, example_args=(x,), budget_fraction=0.0, loss_fn=loss_fn, time_limit_s=5)
     step()
     model.zero_grad()
     measured_bytes = placemat.measure(step).peak_bytes + sum(model.plan.static_bytes.values())
@@ -104,7 +104,7 @@ def test_part_of_an_input_that_is_overwritten_is_not_read_again(fraction):
 
     model, make_x = Step(nn.Linear(4, 4), forward), lambda: torch.randn(16, 8, generator=torch.manual_seed(1))
     expected = run_step(model, (make_x(),))
-    placemat.optimize(model, example_args=(make_x(),), budget_fraction=fraction)
+    placemat.optimize(model, example_args=(make_x(),), budget_fraction=fraction, time_limit_s=5)
     assert run_step(model, (make_x(),)).same_as(expected)
 
 
@@ -114,7 +114,7 @@ def _returns_view(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_gradient_through_a_view_of_an_input_among_others_is_refused():
     model, x = Step(nn.Linear(8, 8), _returns_view), torch.randn(4, 8, requires_grad=True)
-    placemat.optimize(model, example_args=(x,), budget_fraction=0.0)
+    placemat.optimize(model, example_args=(x,), budget_fraction=0.0, time_limit_s=5)
     out, view = model(x)
     with pytest.raises(placemat.UnsupportedFeature, match=r"view of input .*test_fuzz_peaks\.py.*clone\(\)"):
         (out.sum() + view.square().sum()).backward()
@@ -126,16 +126,16 @@ def test_trained_products_are_refused():
     x = torch.randn(4, 8)
     for function in (lambda layer, x: layer(x).prod(-1).sum(), lambda layer, x: layer(x).cumprod(-1).sum()):
         with pytest.raises(placemat.UnsupportedFeature, match=r"prod.*test_fuzz_peaks\.py.*zeros"):
-            placemat.optimize(Step(nn.Linear(8, 8), function), example_args=(x,), budget_fraction=0.0)
+            placemat.optimize(Step(nn.Linear(8, 8), function), example_args=(x,), budget_fraction=0.0, time_limit_s=5)
     untrained = Step(nn.Linear(8, 8), lambda layer, x: (layer(x) * x.prod(-1, keepdim=True)).sum())
-    placemat.optimize(untrained, example_args=(x,), budget_fraction=0.0)
+    placemat.optimize(untrained, example_args=(x,), budget_fraction=0.0, time_limit_s=5)
 
 
 def test_bilinear_under_autocast_is_refused():
     def optimize(dtype_region: bool) -> None:
         model = Step(nn.Bilinear(8, 8, 4), lambda layer, x: layer(x, x).float().sum())
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype_region):
-            placemat.optimize(model, example_args=(torch.randn(4, 8),), budget_fraction=0.0)
+            placemat.optimize(model, example_args=(torch.randn(4, 8),), budget_fraction=0.0, time_limit_s=5)
 
     optimize(False)
     with pytest.raises(placemat.UnsupportedFeature, match=r"Bilinear.*autocast"):

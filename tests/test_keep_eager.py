@@ -50,7 +50,7 @@ def check_step(model, args=(X,), *, fractions=(0.0, 0.5), **options):
     want = run_step(model, args)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     for fraction in fractions:
-        placemat.optimize(model, None, args, budget_fraction=fraction, **options)
+        placemat.optimize(model, None, args, budget_fraction=fraction, **options, time_limit_s=5)
         plan = model.plan
         assert not plan.runs_original
         for _ in range(2):
@@ -117,9 +117,9 @@ def test_longer_sequences_than_those_planned_for_are_refused():
     short, long = torch.tensor([2, 3, 7, 2, 1, 9]), torch.tensor([12, 12, 12, 12, 12, 12])
     model = ready(Around(lambda m, x, n: m.inner(x, n)[0], inner=Packed()), X, long)
     want = run_step(model, (X, short))
-    placemat.optimize(model, None, (X, long), budget_fraction=0.0, keep_eager=["inner"])
+    placemat.optimize(model, None, (X, long), budget_fraction=0.0, keep_eager=["inner"], time_limit_s=5)
     assert run_step(model, (X, short)).same_as(want)
-    placemat.optimize(model, None, (X, short), budget_fraction=0.0, keep_eager=["inner"])
+    placemat.optimize(model, None, (X, short), budget_fraction=0.0, keep_eager=["inner"], time_limit_s=5)
     with pytest.raises(placemat.UnsupportedFeature, match=r"inner saves \d+ bytes.*has \d+"):
         run_step(model, (X, long))
 
@@ -150,7 +150,7 @@ def test_branch_on_a_buffer_with_dropout_and_batch_norm_in_a_kept_module():
 
 def test_a_branch_that_changes_what_is_computed_is_refused():
     model = ready(Around(lambda m, x: m.inner(x), inner=Branching()), X)
-    placemat.optimize(model, None, (X,), budget_fraction=0.0, keep_eager=["inner"])
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, keep_eager=["inner"], time_limit_s=5)
     run_step(model, (X,))
     model.inner.switch.zero_()
     with pytest.raises(placemat.UnsupportedFeature, match="gradients of the kept module inner reach its inputs"):
@@ -162,7 +162,7 @@ def test_a_kept_module_that_is_used_twice():
     check_step(model, keep_eager=["inner"])
     wide = Around(lambda m, x: first(m, first(m, x)), inner=nn.GRU(8, 8))
     with pytest.raises(placemat.UnsupportedFeature, match=r"of the kept module inner is used 6 times.*rounding.*test_"):
-        placemat.optimize(ready(wide, X), None, (X,), budget_fraction=0.0)
+        placemat.optimize(ready(wide, X), None, (X,), budget_fraction=0.0, time_limit_s=5)
 
 
 def test_graph_of_a_kept_module_stays_for_a_second_backward_and_dies_with_the_step():
@@ -173,7 +173,7 @@ def test_graph_of_a_kept_module_stays_for_a_second_backward_and_dies_with_the_st
     loss.backward()
     want = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    placemat.optimize(model, None, (X,), budget_fraction=0.0, accumulate_grad=True)
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, accumulate_grad=True, time_limit_s=5)
     loss = model(X)
     loss.backward(retain_graph=True)
     loss.backward()
@@ -205,7 +205,9 @@ def test_results_that_the_loss_does_not_reach():
     for loss_fn in (lambda o: o[0].sum(), lambda o: o[1].pow(2).sum(), lambda o: (o[0] * o[1]).sum()):
         want = run_step(model, (X,), loss_fn=loss_fn)
         for planned in (None, loss_fn):
-            placemat.optimize(model, None, (X,), budget_fraction=0.0, keep_eager=["inner"], loss_fn=planned)
+            placemat.optimize(
+                model, None, (X,), budget_fraction=0.0, keep_eager=["inner"], loss_fn=planned, time_limit_s=5
+            )
             got = run_step(model, (X,), loss_fn=loss_fn)
             assert [g is None for g in got.gradients] == [g is None for g in want.gradients]
             assert got.same_as(want)
@@ -232,7 +234,7 @@ def test_plans_travel_and_modules_are_copied(tmp_path):
 def test_kept_modules_are_pickled_with_the_model():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     want = run_step(model, (X,), loss_fn=torch.sum)
-    placemat.optimize(model, None, (X,), budget_fraction=0.0, keep_eager=["2"])
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, keep_eager=["2"], time_limit_s=5)
     again = pickle.loads(pickle.dumps(model))
     assert run_step(again, (X,), loss_fn=torch.sum).same_as(want)
 
@@ -310,20 +312,22 @@ def test_what_a_kept_module_must_not_do_is_refused_by_name(inner, forward, optio
     model = Around(forward, inner=Own(inner or (lambda m, x: x * m.weight)))
     model.leave = nn.Linear(8, 8)
     with pytest.raises(error, match=words):
-        placemat.optimize(model, None, (X,), budget_fraction=0.0, **{"keep_eager": ["inner"], **options})
+        placemat.optimize(
+            model, None, (X,), budget_fraction=0.0, **{"keep_eager": ["inner"], **options}, time_limit_s=5
+        )
 
 
 def test_refusals_name_the_line():
     model = Around(whole, inner=Own(returns_a_view))
     model.leave = nn.Linear(8, 8)
     with pytest.raises(placemat.UnsupportedFeature, match=r"At .*test_keep_eager.py:\d+, in whole"):
-        placemat.optimize(model, None, (X,), budget_fraction=0.0, keep_eager=["inner"])
+        placemat.optimize(model, None, (X,), budget_fraction=0.0, keep_eager=["inner"], time_limit_s=5)
 
 
 def test_nested_matches_are_refused():
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8)))
     with pytest.raises(placemat.ConstraintError, match=r"'0' and '0\.0', which is inside"):
-        placemat.optimize(model, None, (X,), budget_fraction=0.0, keep_eager=["*"])
+        placemat.optimize(model, None, (X,), budget_fraction=0.0, keep_eager=["*"], time_limit_s=5)
 
 
 def test_attribute_that_the_forward_sets_on_a_kept_module_is_refused():
@@ -334,7 +338,7 @@ def test_attribute_that_the_forward_sets_on_a_kept_module_is_refused():
     model = Around(forward, inner=Own(lambda m, x: x * m.weight + m.memory))
     model.leave = nn.Linear(8, 8)
     with pytest.raises(placemat.UnsupportedFeature, match="sets the attribute memory of the kept module inner"):
-        placemat.optimize(model, None, (X,), budget_fraction=0.0, keep_eager=["inner"])
+        placemat.optimize(model, None, (X,), budget_fraction=0.0, keep_eager=["inner"], time_limit_s=5)
 
 
 def test_kept_module_under_autocast_is_refused():
@@ -345,12 +349,12 @@ def test_kept_module_under_autocast_is_refused():
     model = Around(forward, inner=nn.LSTM(8, 8))
     model.leave = nn.Linear(8, 8)
     with pytest.raises(placemat.UnsupportedFeature, match=r"under torch.autocast.*enabled=False"):
-        placemat.optimize(model, None, (X,), budget_fraction=0.0)
+        placemat.optimize(model, None, (X,), budget_fraction=0.0, time_limit_s=5)
 
 
 def test_saved_tensors_hooks_around_the_step_are_refused():
     model = ready(Around(first, inner=nn.LSTM(8, 5)), X)
-    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, time_limit_s=5)
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda t: t):
         loss = model(X)
     with pytest.raises(placemat.UnsupportedFeature, match="saved_tensors_hooks"):
@@ -359,7 +363,7 @@ def test_saved_tensors_hooks_around_the_step_are_refused():
 
 def test_parameter_changed_between_forward_and_backward_is_noticed():
     model = ready(Around(first, inner=nn.LSTM(8, 5)), X)
-    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, time_limit_s=5)
     loss = model(X)
     with torch.no_grad():
         model.inner.weight_hh_l0.add_(1.0)
