@@ -25,7 +25,7 @@ from placemat.graph.ir import OpSignature
 
 ROTATION_BYTES = 2**23
 _MOST_COPIES = 16
-_SAMPLE_S = 1e-3  # of ops that are shorter, as many runs as fill it make one sample
+_SAMPLE_S = 3e-4  # of ops that are shorter, as many runs as fill it make one sample
 _MOST_RUNS = 256
 
 
