@@ -36,7 +36,7 @@ from placemat.graph import torch_private
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.ir import Op, OpSignature
 
-METHOD = 1  # of measuring: counted up when its figures change
+METHOD = 2  # of measuring: counted up when its figures change
 ROUNDS = 7
 _OUTLIER = 2.0  # times the fastest sample
 _PROGRESS_S = 1.0  # between two lines
@@ -118,9 +118,10 @@ class Measured:
 
     def prepare(self, ops: Sequence[Op], progress: Progress | None) -> None:
         """Measure what is not in the cache, all ops together, within the time limit."""
+        ops = [op for op in ops if not is_free(op.signature)]
         if never := [op for op in ops if _why_never(op.signature)]:
             prepare(self.otherwise, never, progress)
-        wanted = [op.signature for op in ops if not is_free(op.signature) and _why_never(op.signature) is None]
+        wanted = [op.signature for op in ops if _why_never(op.signature) is None]
         missing = {key: s for s in wanted if self._entry(key := self._key(s)) is None}
         if not missing or torch_private.is_profiling():
             return

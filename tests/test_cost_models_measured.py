@@ -260,3 +260,15 @@ def test_the_same_call_gets_the_same_plan_from_another_object(tmp_path: Path) ->
     assert plans[0].schedule == plans[1].schedule
     assert plans[0].overhead == plans[1].overhead
     assert plans[0].cost_source.startswith("measured: ")
+
+
+def test_measuring_is_the_default_and_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMAT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(measured_module, "_PROGRESS_S", 0.0)
+    lines: list[str] = []
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    plan = placemat.plan(model, "1 GiB", (x,), progress=lines.append)
+    assert plan.cost_source.startswith("measured: ")
+    assert any(line.startswith("measuring ops: round 1 of ") for line in lines)
+    assert (tmp_path / "measured.json").exists()
+    assert not (tmp_path / "host.json").exists()  # the roofline was not needed
