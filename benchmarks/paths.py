@@ -12,7 +12,6 @@ Contenders, for each model:
 
 A step is forward, loss and backward with gradients cleared before. Peaks include parameters, buffers and inputs. All
 contenders run in one process with one torch thread, interleaved; ratios are medians over rounds (see `timing.py`).
-With --measured-workspaces the predicted peak of models with convolutions is to the byte as well.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import torch
 
 import placemat
 from benchmarks.timing import Timing, interleave
-from placemat.cost_models import MeasuredWorkspaces, default_cost_model
+from placemat.cost_models import default_cost_model
 from placemat.cost_models.base import CostModel
 from placemat.graph.static import static_bytes
 from placemat.units import format_bytes
@@ -176,16 +175,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=sorted(MODELS), help="may be repeated; default: all")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--measured-workspaces",
-        action="store_true",
-        help="run each convolution once for its workspace, of which the roofline model has only an upper bound",
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there as well")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    roofline = default_cost_model("cpu")
-    cost_model = MeasuredWorkspaces(roofline) if arguments.measured_workspaces else roofline
+    cost_model = default_cost_model("cpu")
     rows: list[Row] = []
     for model in arguments.model or list(MODELS):
         rows += run(model, arguments.rounds, cost_model)

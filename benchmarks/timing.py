@@ -16,20 +16,25 @@ class Timing:
     ratio: float
 
 
-def interleave(contenders: Mapping[str, Callable[[], object]], reference: str, rounds: int) -> dict[str, Timing]:
+def interleave(
+    contenders: Mapping[str, Callable[[], object]],
+    reference: str,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, Timing]:
     """Time all contenders once per round, in turn; the order is reversed in every other round.
 
     A machine's speed drifts by more than the differences looked for. Within a round it hardly does, so ratios are
     taken there; reversing cancels what one contender leaves behind for the next (caches, allocator state).
-    One warm-up round is not counted.
+    One warm-up round is not counted. With `time.process_time` as clock, what other processes run is not counted either.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for round_index in range(-1, rounds):
         names = list(contenders)
         for name in names if round_index % 2 else names[::-1]:
-            start = time.perf_counter()
+            start = clock()
             contenders[name]()
-            elapsed = time.perf_counter() - start
+            elapsed = clock() - start
             if round_index >= 0:
                 seconds[name].append(elapsed)
     return {

@@ -14,11 +14,12 @@ traffic; `devices.py` the table of devices with its sources; `host.py` the rates
 
 from placemat.cost_models.base import CostModel, Costs, OpCost, cost_graph
 from placemat.cost_models.custom import CostFunction, CostTable
-from placemat.cost_models.default import default_cost_model, present_roofline
+from placemat.cost_models.default import default_cost_model
 from placemat.cost_models.devices import DEVICES, DeviceSpec, device_spec
 from placemat.cost_models.host import host_spec
 from placemat.cost_models.measured import Measured
 from placemat.cost_models.measured_workspaces import MeasuredWorkspaces
+from placemat.cost_models.present import present_roofline
 from placemat.cost_models.recorded import Recorded
 from placemat.cost_models.roofline import Roofline
 

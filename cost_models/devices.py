@@ -13,10 +13,6 @@ from math import inf
 
 from placemat.graph.errors import UnsupportedFeature
 
-# CUDACachingAllocator rounds every block to a multiple of 512 bytes: kMinBlockSize in
-# https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.h (the ROCm build shares it).
-CUDA_ALLOCATION_GRANULARITY_BYTES = 512
-
 # Seconds that one more small kernel adds to a stream: no datasheet has it. A kernel of 2.9 us took 3.8 us per launch
 # back to back, and 9.6 us with a synchronisation after each, on a V100:
 # https://developer.nvidia.com/blog/cuda-graphs/. Between the two, since eager dispatch rarely keeps the queue full.
@@ -32,7 +28,6 @@ class DeviceSpec:
         peak_flops_per_s: dense multiply-add rate, 2 FLOPs each, by dtype ("float32", "bfloat16", ...).
         bandwidth_bytes_per_s: of the device's own memory, reads and writes together.
         launch_s: fixed seconds per op.
-        allocation_granularity_bytes: multiple to which the allocator rounds a block; 1 on CPU.
         memory_bytes: as sold; 0 where it was not looked up (host).
         source: where the figures come from.
         random_numbers_per_s: drawn by a dropout or another random op; infinite on GPUs, where traffic hides them.
@@ -42,7 +37,6 @@ class DeviceSpec:
     peak_flops_per_s: Mapping[str, float]
     bandwidth_bytes_per_s: float
     launch_s: float
-    allocation_granularity_bytes: int
     memory_bytes: int
     source: str
     random_numbers_per_s: float = inf
@@ -68,7 +62,6 @@ def _gpu(
         peak_flops_per_s=rates,
         bandwidth_bytes_per_s=bandwidth_bytes_per_s,
         launch_s=KERNEL_LAUNCH_S,
-        allocation_granularity_bytes=CUDA_ALLOCATION_GRANULARITY_BYTES,
         memory_bytes=int(memory_bytes),
         source=source,
     )

@@ -109,7 +109,6 @@ def host_spec(cache_dir: Path | None = None) -> DeviceSpec:
         peak_flops_per_s={**rates, "float64": rates["float32"] / 2, "float16": rates["float32"]},
         bandwidth_bytes_per_s=float(entry["bytes_per_s"]),
         launch_s=float(entry["dispatch_s"]),
-        allocation_granularity_bytes=1,
         memory_bytes=0,
         source=f"measured: {key}",
         random_numbers_per_s=float(entry["random_numbers_per_s"]),

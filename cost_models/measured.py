@@ -24,10 +24,10 @@ import torch
 
 from placemat.cost_models.base import CostModel, OpCost, Progress, prepare
 from placemat.cost_models.cache import JsonCache
-from placemat.cost_models.default import present_roofline
 from placemat.cost_models.flops import bytes_moved, flops
 from placemat.cost_models.machine import machine_key, settings_key
 from placemat.cost_models.modes import outside_dispatch_modes
+from placemat.cost_models.present import present_roofline
 from placemat.cost_models.recorded import Recorded
 from placemat.cost_models.signature_text import signature_text
 from placemat.cost_models.trial import Trial
@@ -36,6 +36,7 @@ from placemat.graph import torch_private
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.ir import Op, OpSignature
 
+METHOD = 2  # of measuring: counted up when its figures change
 ROUNDS = 7
 _OUTLIER = 2.0  # times the fastest sample
 _PROGRESS_S = 1.0  # between two lines
@@ -87,8 +88,10 @@ class Measured:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
             raise UnsupportedFeature(
-                f"ops cannot be measured on device type {device!r} here. Remedy: `Roofline(device_spec(...))`, or a "
-                "recording that was made where the device is, `Recorded.load(path)`."
+                f"there is no device of type {device!r} here on which ops could be measured. Remedy: pass "
+                "`cost_model=Roofline(device_spec('H100 SXM'))`, another one of `placemat.cost_models.devices`, rates "
+                "of your own, `Roofline(DeviceSpec(...))`, or a recording that was made where the device is, "
+                "`Recorded.load(path)`."
             )
         self._otherwise = otherwise
         self.device = device
@@ -115,9 +118,10 @@ class Measured:
 
     def prepare(self, ops: Sequence[Op], progress: Progress | None) -> None:
         """Measure what is not in the cache, all ops together, within the time limit."""
+        ops = [op for op in ops if not is_free(op.signature)]
         if never := [op for op in ops if _why_never(op.signature)]:
             prepare(self.otherwise, never, progress)
-        wanted = [op.signature for op in ops if not is_free(op.signature) and _why_never(op.signature) is None]
+        wanted = [op.signature for op in ops if _why_never(op.signature) is None]
         missing = {key: s for s in wanted if self._entry(key := self._key(s)) is None}
         if not missing or torch_private.is_profiling():
             return
@@ -126,7 +130,9 @@ class Measured:
         with outside_dispatch_modes(), torch.random.fork_rng(devices=self._cuda_devices()):
             samples = measure([missing[key] for key in order], self._torch_device(), self.time_limit_s, progress)
         found = {key: s.entry() for key, s in zip(order, samples, strict=True) if s.failed or s.seconds}
-        self._entries.update(self._cache.put_all(found))
+        kept = {key: entry for key, entry in found.items() if "failed" not in entry}  # memory may suffice next time
+        self._entries.update(found)
+        self._entries.update(self._cache.put_all(kept))
         self._late = set(missing) - set(found)
 
     def op_cost(self, op: Op) -> OpCost:
@@ -171,7 +177,7 @@ class Measured:
         return self._entries[key]
 
     def _key(self, signature: OpSignature) -> str:
-        where = f"{machine_key(self.device)}; {settings_key(self.device)}"
+        where = f"{machine_key(self.device)}; {settings_key(self.device)}; method {METHOD}"
         return hashlib.sha256(f"{where}; {signature_text(signature)}".encode()).hexdigest()
 
     def _torch_device(self) -> torch.device:
@@ -183,7 +189,8 @@ class Measured:
 
 def _why_never(signature: OpSignature) -> str | None:
     """Custom operators may do anything: print, count, communicate. Kept modules need their inner graph."""
-    return None if signature.target.startswith(("aten.", "prims.")) else _FOREIGN
+    own = signature.target.startswith(("aten.", "prims.", "placemat_ops."))
+    return None if own and not signature.target.startswith("placemat_ops.eager_") else _FOREIGN
 
 
 def measure(
@@ -218,8 +225,6 @@ def _sample(samples: Samples, signature: OpSignature, device: torch.device) -> N
 def _is_entry(entry: object) -> bool:
     if not isinstance(entry, Mapping):
         return False
-    if isinstance(entry.get("failed"), str):
-        return True
     seconds, workspace_bytes = entry.get("runtime_s"), entry.get("workspace_bytes")
     is_time = isinstance(seconds, (int, float)) and 0 <= seconds < math.inf
     return is_time and isinstance(workspace_bytes, int) and workspace_bytes >= 0

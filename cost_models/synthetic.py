@@ -26,7 +26,7 @@ _PATTERN = 8191
 _LOW, _HIGH = 0.1, 0.9
 
 Bounds = dict[int, int]  # position of an argument -> its integers lie in [0, bound)
-_DIVIDING = frozenset(("div", "floor_divide", "fmod", "remainder", "gcd", "lcm"))
+_DIVIDING = frozenset(("cumulative_batch_norm", "div", "floor_divide", "fmod", "remainder", "gcd", "lcm"))
 
 
 def overload(target: str) -> torch._ops.OpOverload:

@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from placemat.graph import autocast, batch_norm, eager_lower, gradients, purity
+from placemat.graph.allocator import allocated_bytes
 from placemat.graph.ir import Op, OpGraph, OpSignature, Phase, Role, Value
 from placemat.graph.joint import JointGraph
 from placemat.graph.order import split_phases, writes
@@ -126,7 +127,7 @@ def lower(
     _add_accumulate(build, accumulate_grad)
     op_graph = OpGraph(
         ops=tuple(build.ops),
-        values=tuple(build.values),
+        values=tuple(replace(v, bytes=allocated_bytes(v.bytes, device)) for v in build.values),
         border=border,
         static_bytes=dict(static_bytes),
         device=device,

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from placemat.graph.allocator import allocated_bytes
+
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """Tensor leaves of arguments or outputs, looking into dataclasses too."""
@@ -21,10 +23,14 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def static_bytes(model: nn.Module, args: Any, kwargs: Any, *, accumulate_grad: bool = False) -> Mapping[str, int]:
-    """Category -> bytes of distinct storages: parameters, buffers, inputs, and gradients that exist already."""
+    """Category -> bytes of distinct storages, as their allocator rounds them.
+
+    Parameters, buffers, inputs, and gradients that exist already.
+    """
     seen: set[int] = set()
     parameters = list(model.parameters())
-    existing = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad) if accumulate_grad else 0
+    trained = [p for p in parameters if p.requires_grad] if accumulate_grad else []
+    existing = sum(allocated_bytes(p.numel() * p.element_size(), p.device.type) for p in trained)
     return {
         "parameters": _storage_bytes(parameters, seen),
         "buffers": _storage_bytes(model.buffers(), seen),
@@ -42,7 +48,7 @@ def _storage_bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
-            total += storage.nbytes()
+            total += allocated_bytes(storage.nbytes(), tensor.device.type)
     return total
 
 

@@ -55,7 +55,9 @@ def optimize(
         budget_fraction: instead of budget_bytes: 0 is the smallest budget, 1 the peak without recomputation.
         loss_fn: from the model's output to the loss, when the loss is outside the module: its memory is then planned
             for, and only outputs that it reaches get gradients.
-        cost_model: seconds and workspace bytes of ops; by default a roofline model of the present device.
+        cost_model: seconds and workspace bytes of ops: `Measured`, `Roofline`, `Recorded`, a function from an op to
+            both, or a table of them by operator. By default each distinct op is measured on the present device, alone,
+            on synthetic inputs, and once: measurements are kept on disk.
         reserved_bytes: what the graph cannot see: optimizer state, communication buffers, allocator slack.
         accumulate_grad: gradients exist already when a step starts (gradient accumulation).
         keep, recompute: module paths such as "encoder.layer.*.attention" (with the modules inside), operators such as
@@ -110,7 +112,7 @@ def plan(
     example_kwargs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Plan:
-    """The plan that `optimize` would follow for this call. Runs nothing and allocates no activations.
+    """The plan that `optimize` would follow for this call. Never runs the model: single ops only, to measure them.
 
     Options and errors are those of `optimize`. Model and inputs may be on the meta device if a cost model is given.
     """

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import placemat
+from placemat.cost_models import present_roofline
 from placemat.training_state import named_leaves, named_tensors, same_bits
 from tests.random_modules import random_program
 from tests.random_sketch import Program
@@ -65,6 +66,7 @@ class _Run:
                 budget_fraction=self.program.fraction,
                 recompute=self.program.recompute,
                 loss_fn=loss_fn,
+                cost_model=present_roofline("cpu"),  # sooner than measuring the ops of a thousand models
                 time_limit_s=_TIME_LIMIT_S,
             )
         self.plan = self.model.forward.plan  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import placemat
-from placemat.cost_models import MeasuredWorkspaces, default_cost_model
+from placemat.cost_models import Measured
 
 
 def make_model() -> nn.Module:
@@ -79,7 +79,7 @@ def test_evaluation_with_gradients_uses_the_running_statistics():
 
 def test_workspace_is_that_of_batch_norm():
     model, (x,) = make_model(), make_batches(1)
-    model_cost = MeasuredWorkspaces(default_cost_model("cpu"))
+    model_cost = Measured("cpu")
     floor = placemat.minimum_budget(model, (x,), cost_model=model_cost, loss_fn=torch.Tensor.sum)
     placemat.optimize(model, floor, (x,), cost_model=model_cost, loss_fn=torch.Tensor.sum)
     model(x).sum().backward()

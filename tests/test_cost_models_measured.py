@@ -195,7 +195,7 @@ def test_an_op_that_does_not_run_is_estimated_and_said_so_in_the_plan(tmp_path: 
     spec = TensorSpec((4, 4), (4, 1), "float32", "cpu", 4)
     wrong = TensorSpec((3, 3), (3, 1), "float32", "cpu", 4)
     op = op_of(OpSignature("aten.add.Tensor", (spec, wrong), (), (spec,)))
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # failures are not kept: memory may suffice next time
         cost = Measured("cpu", cache_dir=tmp_path, otherwise=Roofline(device_spec("L4"))).op_cost(op)
         assert cost.estimated is not None
         assert cost.estimated.startswith("they do not run on synthetic inputs (RuntimeError: The size of tensor a")
@@ -260,3 +260,15 @@ def test_the_same_call_gets_the_same_plan_from_another_object(tmp_path: Path) ->
     assert plans[0].schedule == plans[1].schedule
     assert plans[0].overhead == plans[1].overhead
     assert plans[0].cost_source.startswith("measured: ")
+
+
+def test_measuring_is_the_default_and_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACEMAT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(measured_module, "_PROGRESS_S", 0.0)
+    lines: list[str] = []
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.ones(2, 4)
+    plan = placemat.plan(model, "1 GiB", (x,), progress=lines.append)
+    assert plan.cost_source.startswith("measured: ")
+    assert any(line.startswith("measuring ops: round 1 of ") for line in lines)
+    assert (tmp_path / "measured.json").exists()
+    assert not (tmp_path / "host.json").exists()  # the roofline was not needed

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from placemat.cost_models import DEVICES, MeasuredWorkspaces, Roofline, default_cost_model, device_spec, host_spec
+from placemat.cost_models import DEVICES, MeasuredWorkspaces, Roofline, device_spec, host_spec, present_roofline
 from placemat.cost_models import host as host_module
 from placemat.cost_models.cache import JsonCache
 from placemat.cost_models.flops import bytes_moved, compute_dtype, flops
@@ -152,7 +152,6 @@ def test_device_table_is_in_si_units_and_dense() -> None:
     assert h100.bandwidth_bytes_per_s == 3.35e12
     assert h100.flops_per_s("bfloat16") == 989.5e12
     assert h100.flops_per_s("int8") == h100.flops_per_s("float32")
-    assert h100.allocation_granularity_bytes == 512
     assert device_spec("NVIDIA H100 80GB HBM3") is h100
     for device in DEVICES.values():
         assert 1e11 < device.bandwidth_bytes_per_s < 1e13
@@ -165,13 +164,13 @@ def test_an_unknown_device_is_refused_with_the_known_names() -> None:
     with pytest.raises(PlacematError, match=r"'H100 PCIe'.*A100 80GB SXM, H100 SXM"):
         device_spec("H100 PCIe")
     with pytest.raises(PlacematError, match="device type 'xpu'"):
-        default_cost_model("xpu")
+        present_roofline("xpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to ask")
 def test_cuda_without_a_device_says_how_to_name_one() -> None:
     with pytest.raises(PlacematError, match=r"device_spec\('H100 SXM'\)"):
-        default_cost_model("cuda")
+        present_roofline("cuda")
 
 
 def test_host_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +192,6 @@ def test_host_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for figure in (*rates, first.launch_s):
         assert figure > 0
         assert float(f"{figure:.1e}") == pytest.approx(figure)
-    assert first.allocation_granularity_bytes == 1
 
 
 @pytest.mark.parametrize(
@@ -255,7 +253,7 @@ def _fake_measurement(monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> No
 def test_the_cache_directory_can_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_measurement(monkeypatch, 1e9)
     monkeypatch.setenv("PLACEMAT_CACHE_DIR", str(tmp_path / "named"))
-    model = default_cost_model("cpu")
+    model = present_roofline("cpu")
     assert (tmp_path / "named" / "host.json").exists()
     assert "10 GFLOP/s in float32, 1 GB/s" in model.source
 
@@ -274,10 +272,10 @@ def test_measured_workspaces_replace_bounds_only(tmp_path: Path) -> None:
     assert list(entries.values()) == [cost.workspace_bytes]
 
 
-def test_the_default_model_measures_small_bounded_ops_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_present_roofline_measures_small_bounded_ops_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _fake_measurement(monkeypatch, 1e9)
     monkeypatch.setenv("PLACEMAT_CACHE_DIR", str(tmp_path))
-    model = default_cost_model("cpu")
+    model = present_roofline("cpu")
     small = sign(aten.mm.default, torch.zeros(6, 32).bfloat16(), torch.zeros(32, 32).bfloat16())
     spec = TensorSpec((2048, 2048), (2048, 1), "bfloat16", "cpu", 2)
     large = OpSignature("aten.mm.default", (spec, spec), (), (spec,))
@@ -307,7 +305,7 @@ def test_costs_can_be_asked_for_while_a_model_is_compiled(tmp_path: Path, monkey
     costs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        costs.append(MeasuredWorkspaces(default_cost_model("cpu"), tmp_path).op_cost(op_of(signature)))
+        costs.append(MeasuredWorkspaces(present_roofline("cpu"), tmp_path).op_cost(op_of(signature)))
         return graph.forward
 
     state = torch.get_rng_state()

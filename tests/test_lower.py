@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from placemat.graph.capture import capture
+from placemat.graph.eager_modules import KeptModules
 from placemat.graph.ir import OpGraph
 from placemat.graph.lower import RNG_STATE_BYTES, LossRegion, lower
 from placemat.graph.static import static_bytes
@@ -173,3 +174,19 @@ def test_scalar_loss_costs_the_storage_that_its_kernel_leaves(loss):
     graph = graph_of(lambda w: loss(w.sigmoid(), target) * 2, w)
     last = max(op.index for op in graph.ops if op.phase == "forward") - 1
     assert graph.values[graph.ops[last].outputs[0]].bytes == loss(w, target).untyped_storage().nbytes()
+
+
+def test_storages_are_rounded_as_their_allocator_rounds_them():
+    def sizes(device):
+        with torch.device(device):
+            model, x = nn.Sequential(nn.Linear(3, 5), nn.Tanh()), torch.empty(7, 3)
+        joint = capture(model.forward, (x,), {}, KeptModules.find(model, ()))
+        static = static_bytes(model, (x,), {})
+        return static, lower(joint, device=device, static_bytes=static).graph
+
+    static, graph = sizes("cpu")
+    assert (static["parameters"], static["inputs"]) == (4 * (15 + 5), 4 * 21)
+    assert {v.bytes for v in graph.values if v.role == "output"} == {4 * 35}
+    static, graph = sizes("meta")  # stands for a GPU, whose allocator gives out blocks of 512 bytes
+    assert (static["parameters"], static["inputs"]) == (2 * 512, 512)
+    assert {v.bytes for v in graph.values} == {512}

@@ -1,0 +1,232 @@
+"""What predictions are worth: peaks and overheads, predicted and measured, under measured and under roofline costs.
+
+    python -m benchmarks.cost_models                                   # all models, from the root of the repository
+    python -m benchmarks.cost_models gpt2 --rounds 9 --json gpt2.json
+
+For each model: how long costing takes cold and from the cache, then one row per budget, at 0, 1/4, 1/2 and 3/4 of the
+way from the floor to the keep-everything peak.
+
+    predicted, peak    bytes of a whole step, static ones included; `off` is their difference in percent
+    expected, real     overhead over the same generated code without recomputation, in percent: under measured costs,
+                       and as median of ratios over interleaved rounds (of processor seconds on the CPU)
+    roofline           the same two for the plan that roofline costs lead to at the same budget
+
+Both kinds of costs have measured workspaces, so that plans differ by their seconds alone. One torch thread. On a CUDA
+device (`--device cuda`) models and inputs are moved there first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import placemat
+from benchmarks.timing import interleave
+from placemat.cost_models import Measured, MeasuredWorkspaces, Roofline, cost_graph, device_spec, host_spec
+from placemat.cost_models.base import CostModel
+from placemat.graph.static import static_bytes
+from placemat.pipeline import Planner
+from tests import models
+from tests.models import Workload
+
+TIME_LIMIT_S = 20.0  # for the plans of one kind of costs together
+POINTS = 5  # of the frontier; the last one keeps everything
+
+
+def _bfloat16() -> Workload:
+    """A transformer whose parameters, activations and inputs are bfloat16."""
+    workload = models.transformer(layers=4, width=256, sequence=128, batch=8)
+    args, kwargs = _moved((workload.args, workload.kwargs), torch.bfloat16)
+    return workload._replace(model=workload.model.to(torch.bfloat16), args=args, kwargs=kwargs)
+
+
+MODELS: dict[str, Callable[[], Workload]] = {
+    "gpt2": models.gpt2,
+    "gpt2_4": lambda: models.gpt2(layers=4),
+    "transformer_bf16": _bfloat16,
+    "unet": models.unet,
+    "resnet50": models.resnet50,
+}
+
+
+def _moved(tree: Any, to: torch.dtype | torch.device) -> Any:
+    def move(leaf: Any) -> Any:
+        floating = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(to) if floating or (isinstance(leaf, torch.Tensor) and isinstance(to, torch.device)) else leaf
+
+    return pytree.tree_map(move, tree)
+
+
+@dataclass(frozen=True)
+class Costing:
+    """Seconds that costing a step takes, without and with a cache, and what it was of."""
+
+    model: str
+    ops: int
+    distinct: int
+    cold_s: float
+    cached_s: float
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One budget; overheads are ratios less one."""
+
+    model: str
+    budget_bytes: int
+    predicted_peak_bytes: int
+    measured_peak_bytes: int
+    expected_overhead: float
+    measured_overhead: float
+    roofline_expected_overhead: float
+    roofline_measured_overhead: float
+
+    @property
+    def peak_error(self) -> float:
+        return self.measured_peak_bytes / self.predicted_peak_bytes - 1
+
+    @property
+    def holds(self) -> bool:
+        """Peak within budget and half a percent, overhead within 15 % or 2 points."""
+        off = abs(self.expected_overhead - self.measured_overhead)
+        close = off <= max(0.02, 0.15 * self.measured_overhead)
+        return self.measured_peak_bytes <= self.budget_bytes and abs(self.peak_error) <= 0.005 and close
+
+
+def costing(name: str, workload: Workload, device: str) -> Costing:
+    with tempfile.TemporaryDirectory() as directory:
+        planner = Planner(cost_model=roofline(device), loss_fn=workload.loss)
+        graph = planner.stages(workload.model, workload.model.forward, workload.args, workload.kwargs).lowering.graph
+        seconds = []
+        for _ in range(2):
+            start = time.perf_counter()
+            costs = cost_graph(Measured(device, cache_dir=directory), graph)
+            seconds.append(time.perf_counter() - start)
+    distinct = len({op.signature for op in graph.ops})
+    return Costing(name, len(graph.ops), distinct, seconds[0], seconds[1], costs.notes)
+
+
+def roofline(device: str) -> CostModel:
+    if device == "cuda":
+        return Roofline(device_spec(torch.cuda.get_device_name()))
+    return MeasuredWorkspaces(Roofline(host_spec()))
+
+
+def make_plans(workload: Workload, device: str) -> dict[str, placemat.Plan]:
+    """Plans by contender: "measured 0" to "measured 3" from the floor on, "roofline 0" to 3, and "everything"."""
+    curves = {
+        name: placemat.frontier(
+            workload.model,
+            workload.args,
+            workload.kwargs,
+            points=POINTS,
+            loss_fn=workload.loss,
+            cost_model=cost_model,
+            time_limit_s=TIME_LIMIT_S,
+        ).plans
+        for name, cost_model in (("measured", Measured(device)), ("roofline", roofline(device)))
+    }
+    plans = {"everything": replace(curves["measured"][-1], runs_original=False)}
+    for i, pair in enumerate(zip(*curves.values(), strict=True)):
+        budget_bytes = max(plan.budget_bytes for plan in pair)  # the floors that were found may differ a little
+        plans.update({f"{n} {i}": replace(p, budget_bytes=budget_bytes) for n, p in zip(curves, pair, strict=True)})
+    return plans
+
+
+def step_of(planned: Workload) -> Callable[[], object]:
+    def step() -> None:
+        planned.model.zero_grad(set_to_none=True)
+        output = planned.model(*planned.args, **planned.kwargs)  # held to the end, as plans assume
+        planned.loss(output).backward()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    return step
+
+
+def peak_bytes(planned: Workload) -> int:
+    """Peak of a step, static bytes included."""
+    planned.model.zero_grad(set_to_none=True)
+    always = sum(static_bytes(planned.model, planned.args, planned.kwargs).values())
+    return always + placemat.measure(step_of(planned)).peak_bytes
+
+
+def run(name: str, workload: Workload, device: str, rounds: int) -> list[Row]:
+    plans = make_plans(workload, device)
+    planned = {
+        contender: workload._replace(model=placemat.apply(copy.deepcopy(workload.model), plan))
+        for contender, plan in plans.items()
+    }
+    steps = {contender: step_of(own) for contender, own in planned.items()}
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    timings = interleave(steps, reference="everything", rounds=rounds, clock=clock)
+    rows = []
+    for i in range(POINTS - 1):
+        plan, other = plans[f"measured {i}"], plans[f"roofline {i}"]
+        rows.append(
+            Row(
+                model=name,
+                budget_bytes=plan.budget_bytes,
+                predicted_peak_bytes=plan.predicted_peak_bytes,
+                measured_peak_bytes=peak_bytes(planned[f"measured {i}"]),
+                expected_overhead=plan.overhead,
+                measured_overhead=timings[f"measured {i}"].ratio - 1,
+                roofline_expected_overhead=other.overhead,
+                roofline_measured_overhead=timings[f"roofline {i}"].ratio - 1,
+            )
+        )
+    return rows
+
+
+def format_rows(rows: Sequence[Row]) -> str:
+    lines = [f"{'model':>18} {'budget':>12} {'predicted':>12} {'peak':>12} {'off':>7}  expected  real   roofline  real"]
+    for r in rows:
+        lines.append(
+            f"{r.model:>18} {r.budget_bytes:>12,} {r.predicted_peak_bytes:>12,} {r.measured_peak_bytes:>12,} "
+            f"{100 * r.peak_error:>6.2f}%  {100 * r.expected_overhead:>6.1f}% {100 * r.measured_overhead:>6.1f}%  "
+            f"{100 * r.roofline_expected_overhead:>6.1f}% {100 * r.roofline_measured_overhead:>6.1f}%"
+            f"  {'holds' if r.holds else 'DOES NOT HOLD'}"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; default: all")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    device = torch.device(arguments.device)
+    found: list[dict[str, Any]] = []
+    for name in arguments.models or list(MODELS):
+        workload = MODELS[name]()
+        args, kwargs = _moved((workload.args, workload.kwargs), device)
+        workload = workload._replace(model=workload.model.to(device), args=args, kwargs=kwargs)
+        cost = costing(name, workload, device.type)
+        print(
+            f"{name}: {cost.ops} ops, {cost.distinct} distinct, costed in {cost.cold_s:.2f} s cold and "
+            f"{cost.cached_s:.2f} s from the cache; {' '.join(cost.notes) or 'all of them by measurement'}",
+            flush=True,
+        )
+        rows = run(name, workload, device.type, arguments.rounds)
+        print(format_rows(rows), end="\n\n", flush=True)
+        found.append({"costing": asdict(cost), "rows": [asdict(row) for row in rows]})
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps({"torch": torch.__version__, "models": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
