@@ -66,5 +66,9 @@ class InvalidSchedule(PlacematError):
     """A schedule breaks a rule of the referee (`simulate`)."""
 
 
+class MissingExtra(PlacematError):
+    """What was asked for needs a package that placemat installs only on demand; the message says which."""
+
+
 class UndeclaredGradients(UserWarning):
     """A backward begins while gradients exist that the plan does not count; told once per module."""

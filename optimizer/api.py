@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +16,9 @@ from placemat.frontier import Frontier
 from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import PlacematError, PlanMismatch
 from placemat.handle import Handle
-from placemat.pipeline import Planner, Progress
+from placemat.pipeline import Planner
 from placemat.plan import Plan
+from placemat.progress import Progress, make_progress
 from placemat.units import parse_bytes, parse_fraction
 
 Budget = int | str
@@ -40,7 +40,7 @@ def optimize(
     keep_eager: Iterable[str] = (),
     time_limit_s: float = 60.0,
     gap: float = 0.01,
-    progress: bool | Progress = False,
+    progress: bool | Progress | None = None,
 ) -> nn.Module:
     """Make training steps of `model` fit a budget at the least extra time, in place; returns the same module.
 
@@ -70,7 +70,9 @@ def optimize(
             each is run once, on zeros. Recurrent layers (nn.LSTM, GRU, RNN) are kept so without being named.
         time_limit_s, gap: when the solver may stop: after these seconds, or with an overhead proven this close to
             the least. Ctrl-C stops it too, with the best plan so far.
-        progress: True prints a line per stage to standard error; a function gets the lines instead.
+        progress: None shows a bar on standard error if that is a terminal and planning takes over two seconds; True
+            prints a line per stage instead, a function gets the lines, False is silence. The lines also go to the
+            logger "placemat", at level INFO.
 
     Raises:
         ConstraintError: an entry of `keep` or `recompute` matches nothing, contradicts another, or asks for what
@@ -138,8 +140,8 @@ def minimum_budget(
     if example_args is None and example_kwargs is None:
         raise PlacematError("minimum_budget() needs example inputs. Remedy: pass the arguments of one training call.")
     planner = _planner(model, example_args, example_kwargs, budget_fraction=0.0, **options)
-    stages = planner.stages(model, original_forward(model), tuple(example_args or ()), dict(example_kwargs or {}))
-    return planner.floor(stages).minimum_bytes
+    args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
+    return planner.minimum_budget(model, original_forward(model), args, kwargs)
 
 
 def frontier(
@@ -245,7 +247,7 @@ def _planner(
     keep_eager: Iterable[str] = (),
     time_limit_s: float = 60.0,
     gap: float = 0.01,
-    progress: bool | Progress = False,
+    progress: bool | Progress | None = None,
 ) -> Planner:
     _check_arguments(model, example_args, example_kwargs, loss_fn, time_limit_s, gap)
     if (budget_bytes is None) == (budget_fraction is None):
@@ -264,7 +266,7 @@ def _planner(
         keep_eager=parse_patterns("keep_eager", keep_eager),
         time_limit_s=time_limit_s,
         gap=gap,
-        progress=_progress(progress),
+        progress=make_progress(progress),
     )
 
 
@@ -290,9 +292,3 @@ def _check_arguments(
 
 def _cost_model(given: CostModelLike | None, device: str) -> CostModel:
     return default_cost_model(device) if given is None else as_cost_model(given, lambda: default_cost_model(device))
-
-
-def _progress(progress: bool | Progress) -> Progress | None:
-    if progress is True:
-        return lambda line: print(f"placemat: {line}", file=sys.stderr, flush=True)
-    return progress or None

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from placemat.baselines import save_all
 from placemat.floor import Floor, minimum_budget
 from placemat.graph.errors import BudgetTooSmall, PlacematError
 from placemat.phases import PhasesArgument
 from placemat.plan import Plan
+from placemat.plots import plot_frontier
 from placemat.problem import Problem
 from placemat.schedule import Schedule
 from placemat.simulate import simulate
 from placemat.solve import solve
 from placemat.summary import align
 from placemat.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 FLOOR_SHARE = 0.2  # of the time limit, if the floor is not given
 
@@ -74,6 +79,18 @@ class Frontier:
 
     def __repr__(self) -> str:
         return frontier_table(self.points)
+
+    def plot(self, peers: Mapping[str, Sequence[tuple[int, float]]] | None = None, axes: Axes | None = None) -> Figure:
+        """Overhead and its lower bound over the budget, beside what people do by hand (priced by the referee).
+
+        Args:
+            peers: name -> points (peak bytes, overhead as a fraction) of other tools, to draw beside.
+            axes: matplotlib axes to draw on; None makes a figure.
+
+        Raises:
+            MissingExtra: matplotlib is not installed.
+        """
+        return plot_frontier(self, peers, axes)
 
     def plan_at(self, budget_bytes: int | str) -> Plan:
         """The cheapest plan of the curve that fits a budget, which need not be that of a point. Solves nothing.

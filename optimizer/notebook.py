@@ -10,25 +10,12 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from placemat import op_table, summary
+from placemat.colors import category_color
 from placemat.units import format_bytes
 
 if TYPE_CHECKING:
     from placemat.plan import Plan
 
-# Colours of the plots, so that both read alike.
-CATEGORY_COLORS = {
-    "parameters": "#4c566a",
-    "buffers": "#7b88a1",
-    "inputs": "#a9b4c8",
-    "kept eager": "#8fa66a",
-    "gradients": "#b48a3c",
-    "outputs": "#d9b45b",
-    "mutations": "#8c6bb1",
-    "activations": "#2f7fb8",
-    "temporaries": "#7fc4e8",
-    "reserved": "#c9c9c9",
-}
-OTHER_COLOR = "#d08fa8"
 _CELL = "padding:1px 10px 1px 0;white-space:pre;border:none;"
 
 
@@ -64,7 +51,7 @@ def _bar(plan: Plan) -> str:
     whole = max(plan.budget_bytes, plan.predicted_peak_bytes)
     pieces = [
         f'<span title="{escape(name)} {format_bytes(size)}" style="display:inline-block;height:14px;'
-        f'width:{100 * size / whole:.2f}%;background:{CATEGORY_COLORS.get(name, OTHER_COLOR)}"></span>'
+        f'width:{100 * size / whole:.2f}%;background:{category_color(name)}"></span>'
         for name, size in plan.breakdown.items()
         if size
     ]

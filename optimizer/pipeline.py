@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,12 +28,13 @@ from placemat.graph.lower import LossRegion, Lowering, lower
 from placemat.graph.static import static_bytes
 from placemat.plan import Plan, SolvedProblem, build_plan, peak_breakdown
 from placemat.problem import Problem
+from placemat.progress import Bar, Progress, shown
 from placemat.schedule import Schedule
 from placemat.simulate import simulate
 from placemat.solve import solve
 from placemat.units import format_bytes
 
-Progress = Callable[[str], None]
+log = logging.getLogger("placemat")
 
 
 @dataclass(frozen=True)
@@ -118,10 +120,23 @@ class Planner:
             BudgetTooSmall: no plan fits the budget.
             SolverFailed: the solver found none in its time.
         """
+        with shown(self.progress):
+            return self._plan(model, forward, args, kwargs, kept, known)
+
+    def _plan(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Mapping[str, Any],
+        kept: KeptModules,
+        known: Mapping[str, Plan],
+    ) -> Plan:
         joint, capture_seconds = self._capture(model, forward, args, kwargs, kept)
         if joint.fingerprint in known:
             return known[joint.fingerprint]
         stages = self._stages(joint, capture_seconds, model, forward, args, kwargs, kept)
+        self._search_begins((1.0 + _FLOOR_SHARE) * self.time_limit_s)
         is_ample = self.budget_bytes is not None and stages.may_run_original(self.budget_bytes)
         floor = _quick_floor(stages.problem) if is_ample else self.floor(stages)
         budget_bytes = self._budget(stages, floor)
@@ -134,7 +149,7 @@ class Planner:
             time_limit_s=0.0 if floor.interrupted else self.time_limit_s,
             gap=self.gap,
             warm_start=floor.schedule,
-            progress=self.progress,
+            progress=self._say,
         )
         notes = stages.costs.notes
         if floor.interrupted or result.limit == "interrupt":
@@ -153,8 +168,15 @@ class Planner:
             PlacematError: `points` is no number from 2 on.
         """
         check_points(points)
+        with shown(self.progress):
+            return self._frontier(model, forward, args, kwargs, points)
+
+    def _frontier(
+        self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], points: int
+    ) -> Frontier:
         stages = self.stages(model, forward, args, kwargs)
         started = time.monotonic()
+        self._search_begins(self.time_limit_s)
         floor = self.floor(stages)
         curve = problem_frontier(
             stages.problem,
@@ -162,7 +184,7 @@ class Planner:
             time_limit_s=0.0 if floor.interrupted else self.time_limit_s - (time.monotonic() - started),
             gap=self.gap,
             floor=floor,
-            progress=self.progress,
+            progress=self._say,
         )
         for point in curve:
             floor = _lowered(stages.problem, floor, point.schedule)
@@ -200,6 +222,15 @@ class Planner:
             notes=notes,
         )
 
+    def minimum_budget(
+        self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+    ) -> int:
+        """Least peak of a plan for one kind of call."""
+        with shown(self.progress):
+            stages = self.stages(model, forward, args, kwargs)
+            self._search_begins(_FLOOR_SHARE * self.time_limit_s)
+            return self.floor(stages).minimum_bytes
+
     def stages(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Stages:
         """Capture, lower and cost one kind of call."""
         kept = KeptModules.find(model, self.keep_eager)
@@ -212,7 +243,7 @@ class Planner:
             return _FLOORS[stages.problem]
         self._say("finding the smallest budget")
         time_limit_s = _FLOOR_SHARE * self.time_limit_s
-        floor = minimum_budget(stages.problem, time_limit_s=time_limit_s, progress=self.progress)
+        floor = minimum_budget(stages.problem, time_limit_s=time_limit_s, progress=self._say)
         if not floor.interrupted:
             _FLOORS[stages.problem] = floor
         while len(_FLOORS) > _MOST_FLOORS:
@@ -283,7 +314,12 @@ class Planner:
             "gap": self.gap,
         }
 
+    def _search_begins(self, limit_s: float) -> None:
+        if isinstance(self.progress, Bar):
+            self.progress.search_begins(limit_s)
+
     def _say(self, what: str) -> None:
+        log.info("%s", what)
         if self.progress is not None:
             self.progress(what)
 

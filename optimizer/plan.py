@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
-from placemat import diff, explain, notebook, op_table, plan_content, plan_file, summary
+from placemat import diff, explain, notebook, op_table, plan_content, plan_file, plot_graph, plots, summary
 from placemat.cost_models.base import Costs
 from placemat.decisions import Decision, decide
 from placemat.graph.ir import OpGraph
@@ -17,6 +17,10 @@ from placemat.labels import Labels, category
 from placemat.problem import Problem
 from placemat.schedule import Compute, Schedule
 from placemat.simulate import Simulation, simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _MAX_PRINTED_ROWS = 60
 
@@ -146,6 +150,22 @@ class Plan:
         Plans for different graphs are compared by their figures and module by module.
         """
         return diff.diff(self, other)
+
+    def plot(self, axes: Axes | None = None) -> Figure:
+        """Memory over the step's predicted time by category, with the budget, the peak, recomputations shaded, and the
+        same step without recomputation as a line.
+
+        Args:
+            axes: matplotlib axes to draw on; None makes a figure.
+
+        Raises:
+            MissingExtra: matplotlib is not installed.
+        """
+        return plots.plot_memory(self, axes)
+
+    def plot_graph(self, max_ops: int = 28, axes: Axes | None = None) -> Figure:
+        """The ops around the peak, coloured by what happens to their results; arguments and errors as for `plot`."""
+        return plot_graph.plot_graph(self, max_ops, axes)
 
     def __str__(self) -> str:
         return f"{self.summary()}\n\n{self.table(_MAX_PRINTED_ROWS)}"
