@@ -39,6 +39,7 @@ def _suggested(x: torch.Tensor) -> _Strides:
 # Strides of the first result, from the arguments (torch 2.13: BinaryOps.cpp, Dropout.cpp, Normalization.cpp).
 _RULES: dict[Any, Callable[..., _Strides]] = {
     aten.elu_backward.default: lambda grad, alpha, scale, input_scale, is_result, x: _elementwise(grad, x),
+    aten.softplus_backward.default: lambda grad, x, beta, threshold: _elementwise(grad, x),
     aten.native_dropout_backward.default: lambda grad, mask, scale: _elementwise(grad, mask),
     aten._native_batch_norm_legit_functional.default: lambda x, *_: _suggested(x),
     aten._native_batch_norm_legit.no_stats: lambda x, *_: _suggested(x),

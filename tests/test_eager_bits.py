@@ -43,7 +43,7 @@ def _resized(mode: str, **options: Any) -> Callable[[nn.Module, Tensor], Tensor]
 
 
 def _frozen_over_slice(layer: nn.Module, x: Tensor) -> Tensor:
-    trained, frozen = layer
+    trained, frozen = layer.children()
     return frozen(trained(x)[..., :2])
 
 
