@@ -16,7 +16,7 @@ from placemat.units import format_bytes
 if TYPE_CHECKING:
     from placemat.plan import Plan
 
-_CELL = "padding:1px 10px 1px 0;white-space:pre;border:none;"
+_CELL = "padding:1px 10px 1px 0;vertical-align:top;border:none;"
 
 
 def to_html(plan: Plan) -> str:
@@ -56,7 +56,12 @@ def _bar(plan: Plan) -> str:
         if size
     ]
     style = "width:640px;max-width:100%;font-size:0;margin:6px 0;background:#eee"
-    return f'<div style="{style}">{"".join(pieces)}</div>'
+    names = [
+        f'<span style="color:{category_color(name)}">&#9632;</span> {escape(name)}'
+        for name, size in plan.breakdown.items()
+        if size
+    ]
+    return f'<div style="{style}">{"".join(pieces)}</div><div>{" &nbsp; ".join(names)}</div>'
 
 
 def _values(plan: Plan) -> str:
@@ -72,9 +77,11 @@ def _values(plan: Plan) -> str:
 def _table(rows: Iterable[Sequence[str]], left: frozenset[int], *, has_header: bool = False) -> str:
     lines = []
     for number, row in enumerate(rows):
-        weight = "font-weight:bold;" if has_header and number == 0 else ""
+        is_heading = has_header and (number == 0 or not any(row[1:]))
+        weight = "font-weight:bold;" if is_heading else ""
         cells = "".join(
-            f'<td style="{_CELL}{weight}text-align:{"left" if i in left else "right"}">{escape(cell)}</td>'
+            f'<td style="{_CELL}{weight}white-space:{"pre-wrap" if i == len(row) - 1 else "pre"};'
+            f'text-align:{"left" if i in left else "right"}">{escape(cell)}</td>'
             for i, cell in enumerate(row)
         )
         lines.append(f'<tr style="background:none">{cells}</tr>')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ import torch._dynamo
 from torch import nn
 
 import placemat
-from placemat import plan_file
 from placemat.cost_models import present_roofline
+from placemat.schedule import Compute, Free, Schedule
 from tests.steps import make_step, run_step
 
 
@@ -294,27 +295,24 @@ def test_op_with_an_unknown_workspace_is_noted():
     assert placemat.plan(model, "1 GiB", (X,)).notes == ()  # where it is measured, it is known
 
 
-def edited(plan: placemat.Plan, path, edit) -> placemat.Plan:
-    """The plan after somebody changed its file and the checksum with it."""
-    plan.save(path)
-    body = plan_file.read(path)
-    edit(body)
-    plan_file.write(path, body)
-    return placemat.Plan.load(path)
+def without_frees(schedule: Schedule) -> Schedule:
+    return Schedule(tuple(step for step in schedule.steps if isinstance(step, Compute)))
 
 
-def without_frees(body: dict) -> None:
-    body["schedule"] = [code for code in body["schedule"] if code >= 0]
-
-
-def without_recomputations(body: dict) -> None:
-    body["schedule"] = [c for i, c in enumerate(body["schedule"]) if c < 0 or c not in body["schedule"][:i]]
+def without_recomputations(schedule: Schedule) -> Schedule:
+    steps = schedule.steps
+    return Schedule(tuple(step for i, step in enumerate(steps) if isinstance(step, Free) or step not in steps[:i]))
 
 
 @pytest.mark.parametrize("edit", [without_frees, without_recomputations])
 def test_edited_schedule_is_refused(tmp_path, edit):
+    """When the file is loaded, though its checksum is right, and again when a plan in memory is applied."""
     model, args = make_step("branches")
     plan = placemat.plan(model, None, args, budget_fraction=0.0)
-    placemat.apply(model, edited(plan, tmp_path / "plan.json", edit))
+    edited = replace(plan, schedule=edit(plan.schedule))
+    edited.save(tmp_path / "plan.json")
+    with pytest.raises(placemat.PlacematError, match=r"the file was edited|whose schedule is not one"):
+        placemat.Plan.load(tmp_path / "plan.json")
+    placemat.apply(model, edited)
     with pytest.raises(placemat.PlanMismatch, match="plan"):
         model(*args)
