@@ -310,7 +310,7 @@ def test_a_fact_about_an_operator_is_no_matter_of_opinion() -> None:
 # ---------------------------------------------------------------------------------------------------------- end to end
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("fraction", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize(
     ("name", "options"),
     [

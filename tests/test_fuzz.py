@@ -24,7 +24,7 @@ def _check(program: Program) -> None:
     assert verdict.outcome != "fault", f"{verdict.kind}\n{program.source()}\n{verdict.detail}"
 
 
-@settings(max_examples=12, derandomize=True, database=None, deadline=None, suppress_health_check=_CHECKS)
+@settings(max_examples=8, derandomize=True, database=None, deadline=None, suppress_health_check=_CHECKS)
 @given(random_programs())
 def test_random_modules(program):
     _check(program)

@@ -16,6 +16,7 @@ from tests import models
 from tests.steps import run_step
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+QUICK = (0.0, 0.5)  # of the small models; the other fractions are slow
 SMALL: dict[str, Callable[[], models.Workload]] = {
     "gpt2": lambda: models.gpt2(layers=2, width=64, sequence=32, batch=2),
     "resnet": lambda: models.resnet(),
@@ -50,7 +51,7 @@ def check(name: str, work: models.Workload, fraction: float, time_limit_s: float
         assert (plan.recompute_seconds > 0) == (fraction < 1)
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("fraction", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FRACTIONS])
 @pytest.mark.parametrize("name", SMALL)
 def test_small_model(name, fraction):
     check(name, SMALL[name](), fraction, time_limit_s=5)

@@ -22,6 +22,7 @@ from placemat.graph.static import static_bytes
 from tests.steps import STEPS, Branches, make_step, run_step
 
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+QUICK = (0.0, 0.5, 1.0)  # the others are slow
 MATMUL_ONLY = ("attention",)  # steps in which no op has a workspace that the default cost model only bounds
 
 
@@ -38,7 +39,7 @@ def measured_peak(model: nn.Module, args, loss_fn=None, **budgeted) -> int:
     return sum(static_bytes(model, args, {}).values()) + placemat.measure(step).peak_bytes
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("fraction", [f if f in QUICK else pytest.param(f, marks=pytest.mark.slow) for f in FRACTIONS])
 @pytest.mark.parametrize("name", STEPS)
 def test_same_training_within_the_budget(name, fraction):
     model, args = make_step(name)
