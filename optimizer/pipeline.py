@@ -121,42 +121,31 @@ class Planner:
             SolverFailed: the solver found none in its time.
         """
         with shown(self.progress):
-            return self._plan(model, forward, args, kwargs, kept, known)
-
-    def _plan(
-        self,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Mapping[str, Any],
-        kept: KeptModules,
-        known: Mapping[str, Plan],
-    ) -> Plan:
-        joint, capture_seconds = self._capture(model, forward, args, kwargs, kept)
-        if joint.fingerprint in known:
-            return known[joint.fingerprint]
-        stages = self._stages(joint, capture_seconds, model, forward, args, kwargs, kept)
-        self._search_begins((1.0 + _FLOOR_SHARE) * self.time_limit_s)
-        is_ample = self.budget_bytes is not None and stages.may_run_original(self.budget_bytes)
-        floor = _quick_floor(stages.problem) if is_ample else self.floor(stages)
-        budget_bytes = self._budget(stages, floor)
-        if budget_bytes < floor.minimum_bytes:
-            raise _too_small(stages, floor, budget_bytes, self)
-        self._say(f"solving for {format_bytes(budget_bytes)}")
-        result = solve(
-            stages.problem,
-            budget_bytes,
-            time_limit_s=0.0 if floor.interrupted else self.time_limit_s,
-            gap=self.gap,
-            warm_start=floor.schedule,
-            progress=self._say,
-        )
-        notes = stages.costs.notes
-        if floor.interrupted or result.limit == "interrupt":
-            self._say("interrupted: going on with the best plan so far")
-            notes += ("the search was interrupted: this is the best plan that it had found by then.",)
-        floor = _lowered(stages.problem, floor, result.schedule)
-        return self._built(stages, result, budget_bytes, floor, _Identity.of(model, forward, args, kwargs), notes)
+            joint, capture_seconds = self._capture(model, forward, args, kwargs, kept)
+            if joint.fingerprint in known:
+                return known[joint.fingerprint]
+            stages = self._stages(joint, capture_seconds, model, forward, args, kwargs, kept)
+            self._search_begins((1.0 + _FLOOR_SHARE) * self.time_limit_s)
+            is_ample = self.budget_bytes is not None and stages.may_run_original(self.budget_bytes)
+            floor = _quick_floor(stages.problem) if is_ample else self.floor(stages)
+            budget_bytes = self._budget(stages, floor)
+            if budget_bytes < floor.minimum_bytes:
+                raise _too_small(stages, floor, budget_bytes, self)
+            self._say(f"solving for {format_bytes(budget_bytes)}")
+            result = solve(
+                stages.problem,
+                budget_bytes,
+                time_limit_s=0.0 if floor.interrupted else self.time_limit_s,
+                gap=self.gap,
+                warm_start=floor.schedule,
+                progress=self._say,
+            )
+            notes = stages.costs.notes
+            if floor.interrupted or result.limit == "interrupt":
+                self._say("interrupted: going on with the best plan so far")
+                notes += ("the search was interrupted: this is the best plan that it had found by then.",)
+            floor = _lowered(stages.problem, floor, result.schedule)
+            return self._built(stages, result, budget_bytes, floor, _Identity.of(model, forward, args, kwargs), notes)
 
     def frontier(
         self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], points: int
@@ -169,30 +158,25 @@ class Planner:
         """
         check_points(points)
         with shown(self.progress):
-            return self._frontier(model, forward, args, kwargs, points)
-
-    def _frontier(
-        self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], points: int
-    ) -> Frontier:
-        stages = self.stages(model, forward, args, kwargs)
-        started = time.monotonic()
-        self._search_begins(self.time_limit_s)
-        floor = self.floor(stages)
-        curve = problem_frontier(
-            stages.problem,
-            points=points,
-            time_limit_s=0.0 if floor.interrupted else self.time_limit_s - (time.monotonic() - started),
-            gap=self.gap,
-            floor=floor,
-            progress=self._say,
-        )
-        for point in curve:
-            floor = _lowered(stages.problem, floor, point.schedule)
-        identity = _Identity.of(model, forward, args, kwargs)
-        notes = stages.costs.notes
-        planner = replace(self, budget_fraction=None)
-        plans = (planner._built(stages, point, point.budget_bytes, floor, identity, notes) for point in curve)
-        return Frontier(curve, tuple(plans))
+            stages = self.stages(model, forward, args, kwargs)
+            started = time.monotonic()
+            self._search_begins(self.time_limit_s)
+            floor = self.floor(stages)
+            curve = problem_frontier(
+                stages.problem,
+                points=points,
+                time_limit_s=0.0 if floor.interrupted else self.time_limit_s - (time.monotonic() - started),
+                gap=self.gap,
+                floor=floor,
+                progress=self._say,
+            )
+            for point in curve:
+                floor = _lowered(stages.problem, floor, point.schedule)
+            identity = _Identity.of(model, forward, args, kwargs)
+            notes = stages.costs.notes
+            planner = replace(self, budget_fraction=None)
+            plans = (planner._built(stages, point, point.budget_bytes, floor, identity, notes) for point in curve)
+            return Frontier(curve, tuple(plans))
 
     def _built(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from placemat.cost_models.base import OpCost
 from placemat.graph.ir import Op
@@ -20,6 +20,18 @@ class FreeOfWorkspace:
 
     def op_cost(self, op: Op) -> OpCost:
         return OpCost(1.0 if op.recomputable else 0.0, 0)
+
+
+class Applied(nn.Module):
+    """A layer, and a function of it and the inputs."""
+
+    def __init__(self, layer: nn.Module, forward: Callable[..., object]) -> None:
+        super().__init__()
+        self.layer = layer
+        self.function = forward
+
+    def forward(self, *args: Tensor) -> object:
+        return self.function(self.layer, *args)
 
 
 class Branches(nn.Module):

@@ -14,20 +14,9 @@ from torch import Tensor, nn
 
 import placemat
 from placemat.training_state import same_bits
+from tests.steps import Applied
 
 F = nn.functional
-
-
-class Step(nn.Module):
-    """A layer, and a function of it and the input."""
-
-    def __init__(self, layer: nn.Module, forward: Callable[..., object]) -> None:
-        super().__init__()
-        self.layer = layer
-        self.function = forward
-
-    def forward(self, x: Tensor) -> object:
-        return self.function(self.layer, x)
 
 
 def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -79,7 +68,7 @@ CASES: dict[str, tuple[nn.Module, Callable[..., Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_step_has_eagers_bits(name):
     layer, function, x = CASES[name]
-    model, x = Step(layer, function), x.clone().requires_grad_()
+    model, x = Applied(layer, function), x.clone().requires_grad_()
 
     def step() -> list[Tensor]:
         model.zero_grad()
@@ -105,7 +94,9 @@ def test_write_into_a_permuted_tensor_is_refused_where_its_copy_would_have_anoth
     with pytest.raises(
         placemat.UnsupportedFeature, match=r"masked_fill_\(\) at .*test_eager_bits\.py.*masked_fill\(\)"
     ):
-        placemat.optimize(Step(_linear(), forward), example_args=(_numbers(4, 8),), budget_fraction=0.0, time_limit_s=5)
+        placemat.optimize(
+            Applied(_linear(), forward), example_args=(_numbers(4, 8),), budget_fraction=0.0, time_limit_s=5
+        )
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
@@ -114,7 +105,7 @@ def test_every_occurrence_of_an_output_has_room_for_a_gradient(fraction):
         hidden = layer(x).tanh()
         return {"last": hidden, "all": (hidden.cos(), hidden)}
 
-    model, x = Step(_linear(), forward), _numbers(256, 8)
+    model, x = Applied(_linear(), forward), _numbers(256, 8)
     placemat.optimize(model, example_args=(x,), budget_fraction=fraction, time_limit_s=5)
     grads = [_numbers(256, 8) for _ in range(3)]
 
@@ -130,7 +121,7 @@ def test_every_occurrence_of_an_output_has_room_for_a_gradient(fraction):
 
 
 def test_asking_for_the_autocast_region_takes_no_memory():
-    model, x = Step(_linear(6, 6), lambda layer, x: layer(x).float().square().mean()), _numbers(4, 6)
+    model, x = Applied(_linear(6, 6), lambda layer, x: layer(x).float().square().mean()), _numbers(4, 6)
 
     def step() -> None:
         with torch.autocast("cpu", torch.bfloat16):

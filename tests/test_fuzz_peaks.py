@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import placemat
-from tests.steps import run_step
+from tests.steps import Applied, run_step
 
 F = nn.functional
-
-
-class Step(nn.Module):
-    """A layer, and a function of it and the inputs."""
-
-    def __init__(self, layer: nn.Module, forward: Callable[..., object]) -> None:
-        super().__init__()
-        self.layer = layer
-        self.function = forward
-
-    def forward(self, *args: Tensor) -> object:
-        return self.function(self.layer, *args)
 
 
 def _overwritten_part(layer: nn.Module, x: Tensor) -> Tensor:
@@ -68,7 +54,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_measured_peak_is_within_the_predicted_one(name):
     make_layer, function, x, loss_fn = CASES[name]
-    model = Step(make_layer(), function)
+    model = Applied(make_layer(), function)
     is_mixed = x.dtype == torch.bfloat16
 
     def step() -> None:
@@ -90,8 +76,8 @@ def test_tensors_made_for_nothing_keep_the_original_forward_from_running():
         return layer(x).sum()
 
     x = torch.randn(4, 8)
-    assert not placemat.plan(Step(nn.Linear(8, 8), forward), "1 GiB", (x,)).runs_original
-    assert placemat.plan(Step(nn.Linear(8, 8), lambda layer, x: layer(x).sum()), "1 GiB", (x,)).runs_original
+    assert not placemat.plan(Applied(nn.Linear(8, 8), forward), "1 GiB", (x,)).runs_original
+    assert placemat.plan(Applied(nn.Linear(8, 8), lambda layer, x: layer(x).sum()), "1 GiB", (x,)).runs_original
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3, 0.6, 0.9])
@@ -102,7 +88,7 @@ def test_part_of_an_input_that_is_overwritten_is_not_read_again(fraction):
         right.zero_()
         return (y * left.sin()).square().sum()
 
-    model, make_x = Step(nn.Linear(4, 4), forward), lambda: torch.randn(16, 8, generator=torch.manual_seed(1))
+    model, make_x = Applied(nn.Linear(4, 4), forward), lambda: torch.randn(16, 8, generator=torch.manual_seed(1))
     expected = run_step(model, (make_x(),))
     placemat.optimize(model, example_args=(make_x(),), budget_fraction=fraction, time_limit_s=5)
     assert run_step(model, (make_x(),)).same_as(expected)
@@ -113,7 +99,7 @@ def _returns_view(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_gradient_through_a_view_of_an_input_among_others_is_refused():
-    model, x = Step(nn.Linear(8, 8), _returns_view), torch.randn(4, 8, requires_grad=True)
+    model, x = Applied(nn.Linear(8, 8), _returns_view), torch.randn(4, 8, requires_grad=True)
     placemat.optimize(model, example_args=(x,), budget_fraction=0.0, time_limit_s=5)
     out, view = model(x)
     with pytest.raises(placemat.UnsupportedFeature, match=r"view of input .*test_fuzz_peaks\.py.*clone\(\)"):
@@ -126,14 +112,16 @@ def test_trained_products_are_refused():
     x = torch.randn(4, 8)
     for function in (lambda layer, x: layer(x).prod(-1).sum(), lambda layer, x: layer(x).cumprod(-1).sum()):
         with pytest.raises(placemat.UnsupportedFeature, match=r"prod.*test_fuzz_peaks\.py.*zeros"):
-            placemat.optimize(Step(nn.Linear(8, 8), function), example_args=(x,), budget_fraction=0.0, time_limit_s=5)
-    untrained = Step(nn.Linear(8, 8), lambda layer, x: (layer(x) * x.prod(-1, keepdim=True)).sum())
+            placemat.optimize(
+                Applied(nn.Linear(8, 8), function), example_args=(x,), budget_fraction=0.0, time_limit_s=5
+            )
+    untrained = Applied(nn.Linear(8, 8), lambda layer, x: (layer(x) * x.prod(-1, keepdim=True)).sum())
     placemat.optimize(untrained, example_args=(x,), budget_fraction=0.0, time_limit_s=5)
 
 
 def test_bilinear_under_autocast_is_refused():
     def optimize(dtype_region: bool) -> None:
-        model = Step(nn.Bilinear(8, 8, 4), lambda layer, x: layer(x, x).float().sum())
+        model = Applied(nn.Bilinear(8, 8, 4), lambda layer, x: layer(x, x).float().sum())
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype_region):
             placemat.optimize(model, example_args=(torch.randn(4, 8),), budget_fraction=0.0, time_limit_s=5)
 
