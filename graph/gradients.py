@@ -132,11 +132,3 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return expected == math.prod(s for s in tensor.shape if s > 1)
-
-
-def span_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor to its last: more than its elements take if its strides leave gaps."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (1 + last) * tensor.element_size()

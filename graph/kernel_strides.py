@@ -7,7 +7,7 @@ and gradients of outputs are copied into strides that the outputs do not have, a
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from placemat.graph import torch_private
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.gradients import is_dense
 from placemat.graph.sources import user_line
+from placemat.graph.tensor_iterator import elementwise_strides
 
 aten = torch.ops.aten
 _Strides = tuple[int, ...]
@@ -24,33 +25,140 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def _elementwise(*args: Any) -> _Strides:
-    """TensorIterator's: the first tensor decides that is not ambiguous."""
-    return torch_private.elementwise_strides([a for a in args if isinstance(a, torch.Tensor)])
+    return elementwise_strides([a for a in args if isinstance(a, torch.Tensor)])
 
 
-def _suggested(x: torch.Tensor) -> _Strides:
-    """`empty_like(x, x.suggest_memory_format())`: contiguous or channels_last, whatever x is."""
-    layout = _CHANNELS_LAST.get(x.ndim)
-    if layout is None or x.is_contiguous() or not x.is_contiguous(memory_format=layout):
-        layout = torch.contiguous_format
-    return torch.empty(x.shape, device="meta").contiguous(memory_format=layout).stride()
+def _reversed(*args: Any) -> _Strides:
+    """Of a kernel whose own arguments are in another order than the operator's first two."""
+    first, second, *_ = args
+    return _elementwise(second, first)
 
 
-# Strides of the first result, from the arguments (torch 2.13: BinaryOps.cpp, Dropout.cpp, Normalization.cpp).
+def _contiguous(shape: Sequence[int]) -> _Strides:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _suggested(x: torch.Tensor, shape: Sequence[int] | None = None) -> _Strides:
+    """`empty(shape, x.suggest_memory_format())`: contiguous or channels_last, whatever x is."""
+    layout = _CHANNELS_LAST[x.ndim] if _is_channels_last(x) else torch.contiguous_format
+    return torch.empty(x.shape if shape is None else shape, device="meta").contiguous(memory_format=layout).stride()
+
+
+def _is_channels_last(x: torch.Tensor) -> bool:
+    """As `suggest_memory_format` sees it, which is stricter than `is_contiguous` where dimensions have one entry."""
+    if x.ndim not in _CHANNELS_LAST or 0 in x.shape:
+        return False
+    least = 0
+    for dim in (1, *range(x.ndim - 1, 1, -1), 0):
+        stride = x.stride(dim)
+        if (stride == 0 and dim == 1) or stride < least or (dim == 0 and least == x.stride(1)):
+            return False
+        least = stride * max(x.shape[dim], 1)
+    return True
+
+
+def _indexed(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> _Strides:
+    """Of `x[indices]`: x goes into the kernel with stride 0 along the dimensions that the indices have."""
+    given = [d for d, index in enumerate(indices) if index is not None]
+    common = torch.broadcast_shapes(*(index.shape for index in indices if index is not None))
+    rest = [d for d in range(x.ndim) if d not in given]
+    before = given[0] if given == list(range(given[0], given[-1] + 1)) else 0  # else the new dimensions come first
+    shape = (*(x.shape[d] for d in rest[:before]), *common, *(x.shape[d] for d in rest[before:]))
+    strides = (*(x.stride(d) for d in rest[:before]), *[0] * len(common), *(x.stride(d) for d in rest[before:]))
+    ones = (1,) * before, (1,) * (len(rest) - before)
+    broadcast = [i.expand(common).reshape(*ones[0], *common, *ones[1]) for i in indices if i is not None]
+    return _elementwise(torch.empty_strided(shape, strides, device="meta"), *broadcast)
+
+
+def _like(x: torch.Tensor) -> _Strides:
+    return torch.empty_like(x, device="meta").stride()
+
+
+# Strides of the first result, from the shape and the arguments (torch 2.13: BinaryOps.cpp, Activation.cpp, Loss.cpp,
+# Dropout.cpp, Normalization.cpp, layer_norm.cpp, SoftMax.cpp, ReplicationPadding.cpp, MaxUnpooling.cpp; all measured).
 _RULES: dict[Any, Callable[..., _Strides]] = {
-    aten.elu_backward.default: lambda grad, alpha, scale, input_scale, is_result, x: _elementwise(grad, x),
-    aten.softplus_backward.default: lambda grad, x, beta, threshold: _elementwise(grad, x),
-    aten.native_dropout_backward.default: lambda grad, mask, scale: _elementwise(grad, mask),
-    aten._native_batch_norm_legit_functional.default: lambda x, *_: _suggested(x),
-    aten._native_batch_norm_legit.no_stats: lambda x, *_: _suggested(x),
-    aten.native_batch_norm_backward.default: lambda grad, x, *_: _suggested(x),
+    aten.threshold_backward.default: lambda shape, grad, x, *_: _reversed(grad, x),
+    aten.leaky_relu_backward.default: lambda shape, grad, x, *_: _reversed(grad, x),
+    aten.rsub.Tensor: lambda shape, x, other, *_: _reversed(x, other),
+    aten.elu_backward.default: lambda shape, grad, alpha, scale, input_scale, is_result, x: _elementwise(grad, x),
+    aten.native_dropout_backward.default: lambda shape, grad, mask, scale: _elementwise(grad, mask),
+    aten.huber_loss.default: lambda shape, x, *_: _like(x) if tuple(x.shape) == shape else _contiguous(shape),
+    aten.binary_cross_entropy.default: lambda shape, x, *_: _like(x) if len(shape) else _contiguous(shape),
+    aten.binary_cross_entropy_backward.default: lambda shape, grad, x, *_: _like(x),
+    aten._prelu_kernel.default: lambda shape, x, weight: _like(x),
+    aten._native_batch_norm_legit_functional.default: lambda shape, x, *_: _suggested(x),
+    aten._native_batch_norm_legit.no_stats: lambda shape, x, *_: _suggested(x),
+    aten.native_batch_norm.default: lambda shape, x, *_: _suggested(x),
+    aten.native_batch_norm_backward.default: lambda shape, grad, x, *_: _suggested(x),
+    aten.batch_norm_backward.default: lambda shape, grad, x, *_: _suggested(x),
+    aten.replication_pad2d_backward.default: lambda shape, grad, x, *_: _suggested(x),
+    aten.replication_pad3d_backward.default: lambda shape, grad, x, *_: _suggested(x),
+    aten.max_unpool2d.default: lambda shape, x, *_: _suggested(x, shape),
+    aten.roll.default: lambda shape, x, *_: _suggested(x),
+    aten.index.Tensor: lambda shape, x, indices: _indexed(x, indices),
+    aten.channel_shuffle.default: lambda shape, x, groups: _suggested(x),
+    aten.ldexp.Tensor: lambda shape, x, other: _elementwise(x, torch.empty(other.shape, device="meta")),
 }
+_CONTIGUOUS = frozenset(
+    {
+        aten.pow.Scalar,
+        aten.masked_fill.Scalar,
+        aten.log_sigmoid_forward.default,
+        aten.mse_loss_backward.default,
+        aten.smooth_l1_loss_backward.default,
+        aten.huber_loss_backward.default,
+        aten.native_layer_norm_backward.default,
+        aten._log_softmax_backward_data.default,
+    }
+)
+# Elementwise kernels that PyTorch does not tag as such.
+_ELEMENTWISE = frozenset(
+    {
+        aten.complex.default,
+        aten.polar.default,
+        aten.floor_divide.default,
+        aten.hardsigmoid_backward.default,
+        aten.hardswish_backward.default,
+        aten.hardtanh_backward.default,
+        aten.log_sigmoid_backward.default,
+        aten.mish_backward.default,
+        aten.softplus_backward.default,
+        aten.softshrink_backward.default,
+    }
+)
+# They are tagged as elementwise, but their shape functions are right, and the rule for elementwise kernels is not.
+_OTHERS = frozenset(
+    {
+        aten.bernoulli.p,
+        aten.clone.default,
+        aten.equal.default,
+        aten.float_power.Tensor_Tensor,
+        aten.grid_sampler_2d.default,
+        aten.grid_sampler_3d.default,
+        aten.masked_fill.Tensor,
+        aten.mvlgamma.default,
+    }
+)
+_UNREDUCED_LOSSES = frozenset({aten.mse_loss.default, aten.smooth_l1_loss.default})
+
+
+def _strides(op: Any, shape: tuple[int, ...], args: Sequence[Any]) -> _Strides | None:
+    """Strides of an operator's first result on the CPU, or None if its shape function says them."""
+    if op in _RULES:
+        return _RULES[op](shape, *args)
+    if op in _CONTIGUOUS:
+        return _contiguous(shape)
+    if op in _UNREDUCED_LOSSES:
+        return _elementwise(*args[:2]) if len(shape) else None
+    if op not in _OTHERS and (op in _ELEMENTWISE or torch.Tag.pointwise in op.tags):
+        return _elementwise(*args)
+    return None
 
 
 @contextlib.contextmanager
 def true_strides() -> Iterator[None]:
     """Trace with the strides that CPU kernels give."""
-    with torch_private.fake_strides(_RULES):
+    with torch_private.fake_strides(_strides):
         yield
 
 

@@ -360,11 +360,9 @@ def _add_border(build: _Builder) -> int:
 
 
 def _add_tangents(build: _Builder, border: int) -> tuple[list[int], int]:
-    """Values of the tangents that the loss sends, and the bytes of those that backward reads a copy or sum of.
+    """Values of the tangents that the loss sends, and the bytes of those that backward reads a sum of.
 
-    AOT copies a tangent into the strides of its output if it has others. One of an output whose strides leave gaps
-    comes dense, so the backward has a copy with gaps, and whoever holds the tangent has what came. Where an output is
-    returned several times, every occurrence may have a tangent, and the backward has their sum.
+    Where an output is returned several times, every occurrence may have a tangent, and the backward has their sum.
     """
     tangents: list[int] = []
     copied_bytes = 0
@@ -374,10 +372,9 @@ def _add_tangents(build: _Builder, border: int) -> tuple[list[int], int]:
             continue
         (tensor,) = tensors_of(node)
         assert tensor is not None
-        dense_bytes = tensor.numel() * tensor.element_size()
-        nbytes = max(dense_bytes, gradients.span_bytes(tensor))
-        is_copied = nbytes > dense_bytes or times > 1
-        copied_bytes += times * dense_bytes if is_copied else 0
+        nbytes = tensor.numel() * tensor.element_size()  # dense, whatever the output is
+        is_copied = times > 1
+        copied_bytes += times * nbytes if is_copied else 0
         pinned = build.loss.tangents_held and not is_copied
         value = _new_value(build, node.name, nbytes, border, "tangent", pinned=pinned, tensor=tensor)
         build.value_of_storage[storage_key(tensor)] = value

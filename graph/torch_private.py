@@ -8,23 +8,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._functorch.config
 from torch._C._profiler import _ExperimentalConfig
-from torch._decomp import decomposition_table
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
-from torch._prims_common import compute_elementwise_output_strides
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import ProfilerConfig, ProfilerState
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -47,7 +46,6 @@ __all__ = [
     "cpu_allocations",
     "disable_modes",
     "eager_decompositions",
-    "elementwise_strides",
     "fake_strides",
     "forget_compiled",
     "has_autocast_rule",
@@ -75,7 +73,34 @@ def aot_backend(partition: Callable[..., Any], fw_compiler: Callable[..., Any], 
     The contract `partition_fn(joint, inputs, *, num_fwd_outputs, static_lifetime_input_indices)` is the one of the
     public "custom backends" documentation.
     """
-    return aot_autograd(fw_compiler=fw_compiler, bw_compiler=bw_compiler, partition_fn=partition)
+    backend = aot_autograd(fw_compiler=fw_compiler, bw_compiler=bw_compiler, partition_fn=partition)
+
+    def compile_graph(graph_module: Any, inputs: Any) -> Any:
+        with _tangents_as_they_come():
+            return backend(graph_module, inputs)
+
+    return compile_graph
+
+
+@contextlib.contextmanager
+def _tangents_as_they_come() -> Iterator[None]:
+    """Backwards that are compiled meanwhile get gradients of outputs with the strides that the loss gives them.
+
+    AOTAutograd copies them into those of the outputs, and sums over them then run in another order than in eager. The
+    function that does so is looked up when the code around the backward is generated (torch 2.13).
+    """
+    present = AOTDispatchAutograd.__dict__["process_runtime_tangent"]
+
+    def unchanged(x: Any, *args: Any) -> tuple[Any, list[Any]]:
+        plain = x is None or type(x) in (torch.Tensor, torch.nn.Parameter)
+        return (x, [x]) if plain else present.__func__(x, *args)
+
+    owner: Any = AOTDispatchAutograd
+    owner.process_runtime_tangent = staticmethod(unchanged)
+    try:
+        yield
+    finally:
+        owner.process_runtime_tangent = present
 
 
 @contextlib.contextmanager
@@ -186,38 +211,42 @@ def _composites_with_meta_kernels() -> tuple[Any, ...]:
     )
 
 
-def elementwise_strides(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Strides that an elementwise kernel gives its result."""
-    return tuple(compute_elementwise_output_strides(*tensors))
-
-
 @contextlib.contextmanager
-def fake_strides(rules: Mapping[Any, Callable[..., tuple[int, ...]]]) -> Iterator[None]:
-    """Fake tensors on the CPU get the strides of these rules: operator -> (arguments -> strides of the first result).
+def fake_strides(rule: Callable[[Any, tuple[int, ...], Sequence[Any]], tuple[int, ...] | None]) -> Iterator[None]:
+    """Fake tensors on the CPU get the strides of a rule: operator, shape of the first result, arguments -> its strides.
 
-    The operators are among those whose fake results are computed by their decompositions (torch 2.13).
+    None leaves them as they are; so do symbolic shapes and operators that write or give views.
     """
-    FakeTensorMode.cache_clear()  # results of these operators may be in it
-    present = {op: decomposition_table[op] for op in rules}
-    decomposition_table.update({op: _restrided(present[op], rule) for op, rule in rules.items()})
+    present = FakeTensorMode._dispatch_impl
+
+    @functools.wraps(present)
+    def restrided(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        made: Any = present(self, func, types, args, kwargs)
+        first: Any = made[0] if isinstance(made, (tuple, list)) and made else made
+        if not isinstance(first, FakeTensor) or first.fake_device.type != "cpu" or _writes_or_views(func):
+            return made
+        if not all(type(n) is int for n in (*first.shape, *first.stride())):
+            return made
+        strides = rule(func, tuple(first.shape), [*args, *(a for a in kwargs.values() if isinstance(a, torch.Tensor))])
+        if strides is None or strides == first.stride():
+            return made
+        with self:
+            first = torch.empty_strided(first.shape, strides, dtype=first.dtype, device=first.fake_device)
+        return (first, *made[1:]) if isinstance(made, (tuple, list)) else first
+
+    FakeTensorMode.cache_clear()  # it has results with other strides
+    FakeTensorMode._dispatch_impl = restrided  # type: ignore[method-assign]
     try:
         yield
     finally:
-        decomposition_table.update(present)
+        FakeTensorMode._dispatch_impl = present  # type: ignore[method-assign]
+        FakeTensorMode.cache_clear()
 
 
-def _restrided(shapes: Callable[..., Any], rule: Callable[..., tuple[int, ...]]) -> Callable[..., Any]:
-    @functools.wraps(shapes)  # fake tensors look at its name
-    def restrided(*args: Any, **kwargs: Any) -> Any:
-        made = shapes(*args, **kwargs)
-        first, *others = made if isinstance(made, (tuple, list)) else (made,)
-        if first is None or first.device.type != "cpu":
-            return made
-        strides = rule(*args, **kwargs)
-        first = torch.empty_strided(first.shape, strides, dtype=first.dtype, device=first.device)
-        return (first, *others) if isinstance(made, (tuple, list)) else first
-
-    return restrided
+@functools.cache
+def _writes_or_views(func: Any) -> bool:
+    schema = func._schema
+    return schema.is_mutable or any(r.alias_info is not None for r in schema.returns)
 
 
 def disable_modes() -> contextlib.AbstractContextManager[Any]:

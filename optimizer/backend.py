@@ -7,6 +7,7 @@ step the plan decides, and the two emitted functions run inside its autograd nod
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,20 +147,33 @@ def _refuse_double_backward(grads: Any) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Arrival:
+    """Which gradients of outputs arrive, and whether they have the strides that they had in the trace."""
+
+    present: tuple[bool, ...]
+    as_traced: bool
+
+
 def _backward(step: EmittedStep, lowering: Lowering) -> Boxed:
-    """The backward, specialized on demand for which tangents are there.
+    """The backward, specialized on demand for the tangents that arrive.
 
     The plan covers the case that all tangents it knows are there; with fewer, calls only fall away.
     """
     planned = lowering.planned_tangents
-    variants: dict[tuple[bool, ...], Boxed] = {}
+    traced = [t.meta["val"].stride() for t in lowering.joint.tangents]
+    variants: dict[_Arrival, Boxed] = {}
 
     def backward(args: list[Any]) -> list[Any]:
-        present = tuple(a is not None for a in args[step.num_saved :])
-        if present not in variants:
+        tangents = args[step.num_saved :]
+        present = tuple(t is not None for t in tangents)
+        as_traced = all(t is None or t.stride() == s for t, s in zip(tangents, traced, strict=True))
+        del tangents
+        arrival = _Arrival(present, as_traced)
+        if arrival not in variants:
             _check_tangents(present, planned)
-            variants[present] = _specialized(step, present)
-        return variants[present](args)
+            variants[arrival] = _specialized(step, arrival)
+        return variants[arrival](args)
 
     backward._boxed_call = True  # type: ignore[attr-defined]
     return backward
@@ -175,13 +189,26 @@ def _check_tangents(present: Sequence[bool], planned: frozenset[int]) -> None:
         )
 
 
-def _specialized(step: EmittedStep, present: Sequence[bool]) -> Boxed:
+def _specialized(step: EmittedStep, arrival: _Arrival) -> Boxed:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(step.backward.graph, copies))
     for old, new in copies.items():
         new.meta = dict(old.meta)
     tangents = list(graph.find_nodes(op="placeholder"))[step.num_saved :]
-    absent = [t for t, there in zip(tangents, present, strict=True) if not there]
+    absent = [t for t, there in zip(tangents, arrival.present, strict=True) if not there]
     gradients.prune_tangents(graph, absent)
+    if not arrival.as_traced:
+        _reshape_gradients(graph, tangents)
     return boxed_function(fx.GraphModule(step.backward, graph), "backward")
+
+
+def _reshape_gradients(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
+    """Let what autograd reshapes be copied if the strides that arrive ask for it: the trace took it for a view."""
+    reached = set(tangents)
+    for node in graph.nodes:
+        if reached.isdisjoint(node.all_input_nodes):
+            continue
+        reached.add(node)
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default

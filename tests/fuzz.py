@@ -155,8 +155,21 @@ class _Run:
 
 
 def _tangent(output: Tensor) -> Tensor:
-    angles = torch.arange(output.numel(), dtype=torch.float32)
-    return torch.empty_like(output).copy_(torch.cos(0.7 * angles).reshape(output.shape))
+    """A gradient for an output: in its memory format, contiguous, permuted or expanded, by its number of elements."""
+    numbers = torch.cos(0.7 * torch.arange(output.numel(), dtype=torch.float32)).reshape(output.shape)
+    layouts = (
+        torch.empty_like(output),
+        torch.empty(output.shape),
+        torch.empty(output.shape[::-1]).permute(_back(output)),
+    )
+    kind = output.numel() // 2 % 4
+    if kind == len(layouts):
+        return numbers.flatten()[-1].to(output.dtype).expand(output.shape)
+    return layouts[kind].to(output.dtype).copy_(numbers)
+
+
+def _back(output: Tensor) -> list[int]:
+    return list(range(output.ndim))[::-1]
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -3,8 +3,7 @@
 Layers and operators come from `random_pieces`. Not drawn are bilinear and bicubic interpolation and dropout on 16-bit
 tensors (`test_eager_bits` has them), several calls of a module before one backward, and functions of a user's own with
 several outputs; and, because they are known to differ by rounding or in zeros (README, Limits), losses that reach an
-output that is an input or shares its storage with another output. The gradients that arrive from outside have the
-memory format of their outputs.
+output that is an input or shares its storage with another output.
 """
 
 from __future__ import annotations

@@ -40,6 +40,11 @@ def _elu_of_permuted(layer: nn.Module, x: Tensor) -> Tensor:
     return F.elu(layer(x).view(3, 4, 8)).transpose(0, 1).reshape(12, 8).cos()
 
 
+def _loss_of_attention(layer: nn.Module, x: Tensor) -> Tensor:
+    out, _ = layer(x, x, x)  # transposed: (sequence, batch, width) in memory
+    return F.smooth_l1_loss(out, torch.zeros_like(out)) + F.huber_loss(out, torch.ones_like(out))
+
+
 CASES: dict[str, tuple[nn.Module, Callable[..., Tensor], Tensor]] = {
     "dropout": (_linear(), lambda layer, x: F.dropout(layer(x), 0.15), _numbers(64, 8)),
     "dropout in 16 bits": (
@@ -62,6 +67,11 @@ CASES: dict[str, tuple[nn.Module, Callable[..., Tensor], Tensor]] = {
         _numbers(12, 8),
     ),
     "ELU of a permuted gradient": (_linear(), _elu_of_permuted, _numbers(12, 8)),
+    "loss whose gradient is contiguous": (
+        nn.MultiheadAttention(8, 2, batch_first=True),
+        _loss_of_attention,
+        _numbers(2, 5, 8),
+    ),
 }
 
 
@@ -81,6 +91,53 @@ def test_step_has_eagers_bits(name):
 
     expected = step()
     placemat.optimize(model, example_args=(x,), budget_fraction=0.0, time_limit_s=2)
+    assert not model.plan.runs_original
+    assert all(same_bits(a, b) for a, b in zip(step(), expected, strict=True))
+
+
+def _permuted(layer: nn.Module, x: Tensor) -> Tensor:
+    """An output in another order of memory than the product behind it, with a weight that is summed for."""
+    return (layer(x).view(16, 4, 8).permute(2, 0, 1) * layer.bias[:4]).cos()
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda out: _numbers(*out.shape),
+        lambda out: _numbers(*out.shape[::-1]).permute(2, 1, 0),
+        lambda out: torch.tensor(0.3).expand(out.shape),
+        lambda out: _numbers(*out.shape, 2)[..., 0],
+        lambda out: torch.empty_like(out).copy_(_numbers(*out.shape)),
+    ],
+    ids=["contiguous", "permuted", "expanded", "with gaps", "as the output"],
+)
+def test_gradients_of_outputs_are_taken_in_the_memory_format_that_they_come_in(gradient):
+    model, x = Applied(_linear(), _permuted), _numbers(64, 8).requires_grad_()
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        x.grad = None
+        out = model(x)
+        out.backward(gradient(out))
+        return [out.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+    expected = step()
+    placemat.optimize(model, example_args=(x,), budget_fraction=0.0, time_limit_s=5)
+    assert not model.plan.runs_original
+    assert all(same_bits(a, b) for a, b in zip(step(), expected, strict=True))
+
+
+def test_gradient_that_cannot_be_viewed_is_copied():
+    """The trace takes the product's output gradient for contiguous, and flattens it by a view."""
+    model, x = Applied(_linear(), lambda layer, x: F.gelu(layer(x)).exp()), _numbers(4, 16, 8)
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        model(x).backward(_numbers(8, 16, 4).permute(2, 1, 0))
+        return [model.layer.weight.grad, model.layer.bias.grad]
+
+    expected = step()
+    placemat.optimize(model, example_args=(x,), budget_fraction=0.0, time_limit_s=5)
     assert not model.plan.runs_original
     assert all(same_bits(a, b) for a, b in zip(step(), expected, strict=True))
 
