@@ -11,8 +11,8 @@ way from the floor to the keep-everything peak.
                        and as median of ratios over interleaved rounds (of processor seconds on the CPU)
     roofline           the same two for the plan that roofline costs lead to at the same budget
 
-Both kinds of costs have measured workspaces, so that plans differ by their seconds alone. One torch thread. On a CUDA
-device (`--device cuda`) models and inputs are moved there first.
+Both kinds of costs have measured workspaces, so that plans differ by their seconds alone. One torch thread; malloc holds
+what is freed (`benchmarks/timing.py` says why). On a CUDA device (`--device cuda`) models and inputs are moved there first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import placemat
-from benchmarks.timing import interleave
+from benchmarks.timing import hold_freed_memory, interleave
 from placemat.cost_models import Measured, MeasuredWorkspaces, Roofline, cost_graph, device_spec, host_spec
 from placemat.cost_models.base import CostModel
 from placemat.graph.static import static_bytes
@@ -209,6 +209,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
+    if not hold_freed_memory():
+        print("malloc gives memory back between steps: overheads come out too small")
     device = torch.device(arguments.device)
     found: list[dict[str, Any]] = []
     for name in arguments.models or list(MODELS):

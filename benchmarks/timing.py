@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+
+# mallopt(3): never give the top of the heap back, never take large blocks straight from the system.
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_NEVER = 2**31 - 1
+
+
+def hold_freed_memory() -> bool:
+    """Let malloc hold what is freed, as allocators of accelerators do; False where the C library is not glibc.
+
+    Otherwise glibc gives large blocks back to the system when a step is over, and the next one pays for their pages
+    again: up to 3 % of a step here, most where most is kept (6,800 page faults a step of a 4-layer GPT-2 that keeps
+    everything, none at half of its activations). Recomputation would look cheaper than its operators are.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(mallopt(_M_TRIM_THRESHOLD, _NEVER)) and bool(mallopt(_M_MMAP_MAX, 0))
 
 
 @dataclass(frozen=True)

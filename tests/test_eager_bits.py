@@ -131,7 +131,7 @@ def test_gradient_that_cannot_be_viewed_is_copied():
     """The trace takes the product's output gradient for contiguous, and flattens it by a view."""
     model, x = Applied(_linear(), lambda layer, x: F.gelu(layer(x)).exp()), _numbers(4, 16, 8)
 
-    def step() -> list[Tensor]:
+    def step():
         model.zero_grad()
         model(x).backward(_numbers(8, 16, 4).permute(2, 1, 0))
         return [model.layer.weight.grad, model.layer.bias.grad]
