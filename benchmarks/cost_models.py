@@ -11,8 +11,9 @@ way from the floor to the keep-everything peak.
                        and as median of ratios over interleaved rounds (of processor seconds on the CPU)
     roofline           the same two for the plan that roofline costs lead to at the same budget
 
-Both kinds of costs have measured workspaces, so that plans differ by their seconds alone. One torch thread; malloc holds
-what is freed (`benchmarks/timing.py` says why). On a CUDA device (`--device cuda`) models and inputs are moved there first.
+Both kinds of costs have measured workspaces, so that plans differ by their seconds alone. One torch thread, and malloc
+holds what is freed (`benchmarks/timing.py` says why). On a CUDA device (`--device cuda`) models and inputs are moved
+there first.
 """
 
 from __future__ import annotations
