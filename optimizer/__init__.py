@@ -29,7 +29,7 @@ from placemat.graph.errors import (
     UndeclaredGradients,
     UnsupportedFeature,
 )
-from placemat.measure import Measurement, measure
+from placemat.measure import Measurement, measure, suggest_reserved_bytes
 from placemat.plan import Plan
 from placemat.problem import Problem, ProblemOp, ProblemValue
 from placemat.schedule import Compute, Free, Schedule
@@ -83,5 +83,6 @@ __all__ = [
     "save_all",
     "simulate",
     "solve",
+    "suggest_reserved_bytes",
     "verify",
 ]

@@ -65,6 +65,35 @@ def measure(step: Callable[[], object], *, device: torch.device | str | None = N
     raise PlacematError(f"`measure` knows CPU and CUDA devices; got {target}. Pass `device=` of one of these.")
 
 
+def suggest_reserved_bytes(step: Callable[[], object], *, device: torch.device | str | None = None) -> int:
+    """Bytes to declare as `reserved_bytes=`: what the device's allocator holds at most in a trial step beyond tensors.
+
+    PyTorch's CUDA allocator takes memory in segments of 2 MiB to 20 MiB and more, and cannot hand out what lies between
+    live blocks. A budget bounds the tensors; the device must have room for the segments. `step` runs twice, the first
+    time to settle what libraries allocate once; then the cache is emptied and the peaks of one step are compared
+    (`torch.cuda.max_memory_reserved` less `max_memory_allocated`). Try the step that will be trained: the planned one,
+    with the optimizer's part in it. What libraries take from the driver (contexts, NCCL) is in neither figure.
+
+    Raises:
+        PlacematError: the device is not a CUDA device; others hold nothing back.
+    """
+    target = _device(device)
+    if target.type != "cuda":
+        raise PlacematError(
+            "`suggest_reserved_bytes` compares what CUDA's caching allocator reserves with what it hands out; "
+            f"{target} has no such allocator. Remedy: none is needed there, only declare what the step does not show "
+            "(optimizer state)."
+        )
+    step()
+    torch.cuda.synchronize(target)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(target)
+    step()
+    torch.cuda.synchronize(target)
+    return torch.cuda.max_memory_reserved(target) - torch.cuda.max_memory_allocated(target)
+
+
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from placemat.graph.errors import PlacematError
-from placemat.measure import Measurement, measure
+from placemat.measure import Measurement, measure, suggest_reserved_bytes
 
 FLOATS = 10_000
 BLOCK_BYTES = 4 * FLOATS
@@ -84,6 +84,11 @@ def test_refusals() -> None:
             measure(lambda: None, device="cpu")
 
 
+def test_allocator_slack_is_a_question_for_cuda() -> None:
+    with pytest.raises(PlacematError, match=r"cpu has no such allocator\. Remedy"):
+        suggest_reserved_bytes(lambda: None, device="cpu")
+
+
 def test_text() -> None:
     assert str(Measurement(3 * 2**20, 0.25, 0, None, "cpu")) == "peak 3.0 MiB, 250.0 ms on cpu"
     assert str(Measurement(512, 0.001, 0, 2**30, "cuda:0")) == "peak 512 B above 1.0 GiB, 1.0 ms on cuda:0"
@@ -103,3 +108,16 @@ def test_cuda_peak() -> None:
     assert (measured.peak_bytes, measured.end_bytes) == (2 * mib, 0)
     assert measured.start_bytes is not None
     assert measured.start_bytes >= 512
+
+
+@pytest.mark.gpu
+def test_cuda_slack_of_small_and_large_segments() -> None:
+    """Tensors of 512 bytes and of 11 MiB: a segment of 2 MiB, and one of the tensor's size rounded up to 2 MiB."""
+    held: list[torch.Tensor] = []
+
+    def step() -> None:
+        held[:] = [torch.empty(128, device="cuda"), torch.empty(11 * 2**18, device="cuda")]
+        held.clear()
+
+    torch.ones(1, device="cuda")
+    assert suggest_reserved_bytes(step) == pytest.approx((2 + 12 - 11) * 2**20, abs=2**20)
