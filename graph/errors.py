@@ -72,3 +72,7 @@ class MissingExtra(PlacematError):
 
 class UndeclaredGradients(UserWarning):
     """A backward begins while gradients exist that the plan does not count; told once per module."""
+
+
+class RoundingDiffers(UserWarning):
+    """A gradient may differ from eager's in its last bits, because sums run in another order; told once per module."""

@@ -26,6 +26,7 @@ from placemat.graph.lower import Lowering
 from placemat.graph.recurrent import refuse_layers
 from placemat.schedule import Schedule
 from placemat.shared_casts import SharedCasts, present_region
+from placemat.tied_weights import TiedWeights, tied_leaves
 
 # From the joint graph that is being compiled to its lowering under the plan, and the plan's schedule.
 Planner = Callable[[JointGraph], tuple[Lowering, Schedule]]
@@ -51,6 +52,7 @@ class Backend:
         self.before_backward = before_backward
         self.refuse_shared = refuse_shared
         self.shared_casts = SharedCasts()
+        self.tied_weights = TiedWeights()
         self.runs = 0
         self.compilations = 0
 
@@ -69,6 +71,7 @@ class Backend:
             step = emit(lowering, schedule)
             emitted["backward"] = _backward(step, lowering)
             emitted["split"] = split_gradients(made)
+            emitted["tied"] = tied_leaves(made)
             self.compilations += 1
             return step.forward, step.backward
 
@@ -86,6 +89,7 @@ class Backend:
         def run(*args: Any) -> Any:
             outputs = compiled(*args)
             checks = [emitted["autocast"], lambda grads: self.before_backward()]
+            checks.append(lambda grads: self.tied_weights.check(emitted["tied"]))
             if emitted["shares"] is not None and (cache := present_region(emitted["shares"])) is not None:
                 checks.append(lambda grads: self.shared_casts.check(cache))
             guard_backward(outputs, emitted["region"], checks)

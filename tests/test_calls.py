@@ -93,3 +93,35 @@ def test_gradients_that_were_not_declared_are_told_of_once():
 
 def test_declared_gradients_are_nothing_to_warn_of():
     assert accumulated(declared=True) == []
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.linear(F.gelu(self.inside(x)), self.inside.weight)).sum()
+
+
+def test_one_backward_through_two_calls_tells_of_the_weights_that_are_used_twice():
+    model = placemat.optimize(Tied(), example_args=(X,), budget_fraction=0.0, time_limit_s=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", placemat.RoundingDiffers)
+        for _ in range(2):
+            model(X).backward()  # a backward for each call is eager's
+            model.zero_grad()
+    with pytest.warns(placemat.RoundingDiffers, match=r"several calls .* inside\.weight several times.*Remedy"):
+        (model(X) + model(2 * X)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", placemat.RoundingDiffers)  # told once
+        model.zero_grad()
+        (model(X) + model(2 * X)).backward()
+
+
+def test_one_backward_through_two_calls_of_a_module_without_tied_weights_is_not_told_of():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    placemat.optimize(model, example_args=(X,), budget_fraction=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", placemat.RoundingDiffers)
+        (model(X) + model(2 * X)).sum().backward()
