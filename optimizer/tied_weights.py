@@ -38,11 +38,13 @@ class TiedWeights:
         again, self._last_backward = backward == self._last_backward, backward
         if again and names and not self._told:
             self._told = True
-            warnings.warn(
-                "one backward() goes through several calls of an optimized module that uses "
-                f"{', '.join(names)} several times: the gradients of all uses are added call by call, where eager adds them one by one, so their "
-                "sums may differ from eager's in the last bits. Remedy: a backward() for each call, or one call on the "
-                "concatenated batch; for training neither matters.",
-                RoundingDiffers,
-                stacklevel=2,
-            )
+            warnings.warn(_several_calls(names), RoundingDiffers, stacklevel=2)
+
+
+def _several_calls(names: tuple[str, ...]) -> str:
+    return (
+        f"one backward() goes through several calls of an optimized module that uses {', '.join(names)} several times: "
+        "the gradients of all uses are added call by call, where eager adds them one by one, so their sums may differ "
+        "from eager's in the last bits. Remedy: a backward() for each call, or one call on the concatenated batch; for "
+        "training neither matters."
+    )
