@@ -15,8 +15,6 @@ from torch import Tensor, nn
 import placemat
 from placemat.units import format_bytes
 
-SOLVER_SECONDS = 15.0  # the examples are to end soon; the default lets the solver search longer
-
 
 def positive(text: str) -> int:
     """An int of at least 1, for argparse."""
@@ -40,6 +38,13 @@ def make_parser(description: str | None, *, batch: int, steps: int) -> argparse.
     )
     budget.add_argument("--plan", type=Path, metavar="FILE", help="run a saved plan instead of making one")
     parser.add_argument("--save-plan", type=Path, metavar="FILE", help="write the plan to this file")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=15.0,  # the examples are to end soon; placemat's own default lets the solver search longer
+        metavar="SECONDS",
+        help="the solver stops at the latest after this time; default 15",
+    )
     parser.add_argument("--batch", type=positive, default=batch, help="samples per step")
     parser.add_argument("--steps", type=positive, default=steps)
     parser.add_argument("--threads", type=positive, default=1, help="default 1, for comparable times")
@@ -62,10 +67,10 @@ def exit_missing(error: ImportError) -> NoReturn:
     raise SystemExit(f'error: {error}; install the examples\' needs with: pip install -e ".[examples]"') from error
 
 
-def budget_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The budget as keyword arguments of `placemat.plan` and `placemat.optimize`."""
+def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The budget and the time limit as keyword arguments of `placemat.plan` and `placemat.optimize`."""
     fraction = arguments.budget_fraction if arguments.budget is None else None
-    return {"budget_bytes": arguments.budget, "budget_fraction": fraction}
+    return {"budget_bytes": arguments.budget, "budget_fraction": fraction, "time_limit_s": arguments.time_limit}
 
 
 def make_plan(
@@ -86,9 +91,8 @@ def make_plan(
             model,
             example_args=example_args,
             example_kwargs=example_kwargs,
-            **budget_of(arguments),
+            **options_of(arguments),
             loss_fn=loss_fn,
-            time_limit_s=SOLVER_SECONDS,
             progress=True,
         )
     print(plan.summary())

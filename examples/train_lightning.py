@@ -116,7 +116,7 @@ class Denoiser(lightning.LightningModule):
 
 def read_patches(num_patches: int, seed: int) -> TensorDataset:
     """Noisy and clean pieces of the photographs, (3, 32, 32) each with values about 0 to 1."""
-    photographs = [torch.from_numpy(image).permute(2, 0, 1) / 255 for image in load_sample_images().images]
+    photographs = [torch.tensor(image).permute(2, 0, 1) / 255 for image in load_sample_images().images]
     generator = torch.Generator().manual_seed(seed)
     pieces = []
     for index in range(num_patches):

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 import placemat
 from byte_gpt2 import add_model_arguments, build_model, check_model_arguments, loss_of, read_text, sample_batch
 from planning import (
-    SOLVER_SECONDS,
-    budget_of,
     exit_missing,
     make_parser,
+    options_of,
     parse,
     positive,
     print_result,
@@ -103,13 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.plan is not None:
         placemat.apply(model, placemat.Plan.load(arguments.plan))
     else:
-        placemat.optimize(
-            model,
-            **budget_of(arguments),
-            loss_fn=loss_of,
-            accumulate_grad=arguments.accumulate > 1,
-            time_limit_s=SOLVER_SECONDS,
-        )
+        placemat.optimize(model, **options_of(arguments), loss_fn=loss_of, accumulate_grad=arguments.accumulate > 1)
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(arguments, model, folder)
         trainer.train()
