@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from placemat.graph import eager_ops, torch_private
 from placemat.graph.autocast import is_inside_region, is_used, mark_casts
+from placemat.graph.checkpointed import refuse_checkpoints
 from placemat.graph.custom_ops import check_nothing_left_out, custom_calls
 from placemat.graph.data_dependent import refuse_data_dependent
 from placemat.graph.eager_modules import KeptModules
@@ -162,8 +163,10 @@ class DynamoGraph:
         """Also marks the graph's casts, and takes out what `returned` put in.
 
         Raises:
-            UnsupportedFeature: the graph writes to a tensor in an order that its copy would not keep.
+            UnsupportedFeature: the graph writes to a tensor in an order that its copy would not keep, or calls
+                torch.utils.checkpoint.
         """
+        refuse_checkpoints(graph_module)
         times_returned = take_returned(graph_module.graph)
         graph_module.recompile()
         refuse_permuted_writes(graph_module.graph)

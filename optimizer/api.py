@@ -16,6 +16,7 @@ from placemat.frontier import Frontier
 from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import PlacematError, PlanMismatch
 from placemat.handle import Handle
+from placemat.installed import ATTRIBUTE, unwrapped_handle_of
 from placemat.pipeline import Planner
 from placemat.plan import Plan
 from placemat.progress import Progress, make_progress
@@ -200,31 +201,37 @@ def restore(model: nn.Module) -> nn.Module:
     """Undo `optimize` or `apply`: the module's forward is the original again. Returns the same module.
 
     Raises:
-        PlacematError: the module is not optimized.
+        PlacematError: the module is not optimized, or another library has wrapped its forward since.
     """
-    handle = model.__dict__.get("forward")
-    if not isinstance(handle, Handle):
+    handle = unwrapped_handle_of(model)
+    if handle is None:
         raise PlacematError(f"{type(model).__name__} is not optimized, so there is nothing to restore.")
     _uninstall(model, handle)
     return model
 
 
 def original_forward(model: nn.Module) -> Callable[..., Any]:
-    """The module's forward as it is without placemat."""
-    present = model.__dict__.get("forward")
-    return present.original if isinstance(present, Handle) else model.forward
+    """The module's forward as it is without placemat.
+
+    Raises:
+        PlacematError: another library has wrapped it since it was optimized.
+    """
+    handle = unwrapped_handle_of(model)
+    return handle.original if handle is not None else model.forward
 
 
 def _install(model: nn.Module, handle: Handle) -> None:
-    present = model.__dict__.get("forward")
-    if isinstance(present, Handle):  # optimized again: the new plan replaces the old one
+    present = unwrapped_handle_of(model)
+    if present is not None:  # optimized again: the new plan replaces the old one
         handle.replaced = present.replaced
     model.forward = handle
+    model.__dict__[ATTRIBUTE] = handle
 
 
 def _uninstall(model: nn.Module, handle: Handle) -> None:
     if isinstance(model.__dict__.get("plan"), Plan):
         del model.__dict__["plan"]
+    del model.__dict__[ATTRIBUTE]
     if handle.replaced is None:
         del model.__dict__["forward"]
     else:

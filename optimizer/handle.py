@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,17 +20,18 @@ from torch.utils import _pytree as pytree
 
 from placemat.backend import Backend
 from placemat.calls import call_difference, describe_call, is_trainable
+from placemat.gradient_watch import GradientWatch
 from placemat.graph import torch_private
 from placemat.graph.autocast import is_inside_region
 from placemat.graph.capture import Interrupt, capture, make_entry, reported
 from placemat.graph.eager_modules import KeptModules
-from placemat.graph.errors import PlacematError, PlanMismatch, UndeclaredGradients, UnsupportedFeature
+from placemat.graph.errors import PlacematError, PlanMismatch, UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
+from placemat.installed import Rebindable
 from placemat.pipeline import Planner, relower
 from placemat.plan import Plan
 from placemat.schedule import Schedule
-from placemat.units import format_bytes
 
 log = logging.getLogger("placemat")
 
@@ -51,6 +51,7 @@ class Handle:
         planner: makes a plan for a call that has none, or None when the plan was given and must fit (`apply`).
         plans: graph fingerprint -> Plan.
         plan: the latest plan, or None before the first one.
+        bypassed: calls run the original forward, whatever the plan (see `original_forwards`).
     """
 
     def __init__(self, module: nn.Module, planner: Planner | None) -> None:
@@ -65,9 +66,10 @@ class Handle:
         """State that belongs to this process: compiled code and which calls were seen."""
         self._decisions: dict[Any, bool] = {}  # call key -> whether the original forward runs
         self._entry = make_entry()
-        self._backend = Backend(_weak_planner(self), _gradient_watch(self), _weak_refusal(self))
-        self.warned_of_gradients = False
+        self._gradients = GradientWatch(self)
+        self._backend = Backend(_weak_planner(self), self._gradients.before_backward, _weak_refusal(self))
         self._kept: KeptModules | None = None
+        self.bypassed = False
         self._compiled = torch.compile(self._entry, backend=self._backend, fullgraph=True, dynamic=False)
 
     @property
@@ -76,6 +78,11 @@ class Handle:
             return self.replaced
         forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return forward
+
+    @property
+    def __func__(self) -> Rebindable:
+        """The function that this handle is the method of, for libraries that wrap it and bind it again."""
+        return Rebindable(self.original)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -115,7 +122,7 @@ class Handle:
         self._decisions[call_key(self.module, args, kwargs)] = plan.runs_original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self.bypassed or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         if torch_private.inside_functorch():
             raise UnsupportedFeature(
@@ -128,6 +135,7 @@ class Handle:
                 self._decisions[key] = self._decide(args, kwargs)
         if self._decisions[key]:
             return self.original(*args, **kwargs)
+        self._gradients.before_forward()
         return self._run_planned(key, args, kwargs)
 
     @contextlib.contextmanager
@@ -206,34 +214,6 @@ def _weak_planner(handle: Handle) -> Callable[[JointGraph], tuple[Lowering, Sche
         return alive.schedule_for(joint)
 
     return planner
-
-
-def _gradient_watch(handle: Handle) -> Callable[[], None]:
-    """What runs before each backward: warns once of gradients that the budget does not know of."""
-    reference = weakref.ref(handle)
-
-    def watch() -> None:
-        alive = reference()
-        if alive is None or alive.warned_of_gradients or alive.plan is None or alive.plan.options["accumulate_grad"]:
-            return
-        existing = sum(p.grad.numel() * p.grad.element_size() for p in alive.module.parameters() if p.grad is not None)
-        if existing:
-            alive.warned_of_gradients = True
-            warnings.warn(_undeclared_gradients(alive, existing), UndeclaredGradients, stacklevel=2)
-
-    return watch
-
-
-def _undeclared_gradients(handle: Handle, existing_bytes: int) -> str:
-    plan, name = handle.plan, type(handle.module).__name__
-    assert plan is not None
-    return (
-        f"backward() through the optimized {name} begins while its parameters have gradients of {existing_bytes} bytes "
-        f"({format_bytes(existing_bytes)}) already, which the plan was not told of: it predicts a peak of "
-        f"{plan.predicted_peak_bytes} bytes without them, under a budget of {plan.budget_bytes}. Remedy: "
-        "accumulate_grad=True if gradients are accumulated over several backwards; otherwise "
-        "optimizer.zero_grad(set_to_none=True) before each step."
-    )
 
 
 def _weak_refusal(handle: Handle) -> Callable[[fx.GraphModule], None]:

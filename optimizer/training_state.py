@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from placemat.installed import ATTRIBUTE
+
 # Attributes that placemat itself sets on a module: a plan made during a first call stays.
-_OWN_ATTRIBUTES = frozenset({"forward", "plan"})
+_OWN_ATTRIBUTES = frozenset({"forward", "plan", ATTRIBUTE})
 
 
 def named_leaves(tree: object, path: str) -> Iterator[tuple[str, object]]:
@@ -121,19 +123,18 @@ def set_rng_states(states: Mapping[str, Any]) -> None:
 
 @contextmanager
 def original_forwards(model: nn.Module) -> Iterator[None]:
-    """Let the model, and any module inside it, run the forward that it had before placemat replaced it."""
-    handles = {}
-    for module in model.modules():
-        handle = module.__dict__.get("forward")
-        original = getattr(handle, "original", None)  # a plain function that a user put there has none
-        if original is not None:
-            handles[module] = handle
-            module.__dict__["forward"] = original
+    """Let the model, and any module inside it, run the forward that it had before placemat replaced it.
+
+    What another library wrapped around the handle since stays around it.
+    """
+    handles = [handle for module in model.modules() if (handle := module.__dict__.get(ATTRIBUTE)) is not None]
+    for handle in handles:
+        handle.bypassed = True
     try:
         yield
     finally:
-        for module, handle in handles.items():
-            module.__dict__["forward"] = handle
+        for handle in handles:
+            handle.bypassed = False
 
 
 def clone_inputs(

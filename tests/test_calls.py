@@ -125,3 +125,17 @@ def test_one_backward_through_two_calls_of_a_module_without_tied_weights_is_not_
     with warnings.catch_warnings():
         warnings.simplefilter("error", placemat.RoundingDiffers)
         (model(X) + model(2 * X)).sum().backward()
+
+
+@pytest.mark.parametrize(("budget", "num_warnings"), [({"budget_fraction": 0.5}, 1), ({"budget_bytes": "1 MiB"}, 0)])
+def test_gradients_cleared_after_forward_are_told_of_if_there_is_no_room_for_both(budget, num_warnings):
+    x = torch.randn(16, 32)
+    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.Tanh())))
+    placemat.optimize(model, example_args=(x,), **budget, recompute=["1"], time_limit_s=5)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", placemat.UndeclaredGradients)
+        for _ in range(3):
+            loss = model(x).sum()
+            model.zero_grad(set_to_none=True)
+            loss.backward()
+    assert [w.category for w in told] == [placemat.UndeclaredGradients] * num_warnings

@@ -1,76 +1,105 @@
-"""The main example runs as a user runs it, in a process of its own, at a size that takes seconds."""
+"""The examples run as users run them, at sizes that take seconds."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
-from examples import train_gpt2
+import train_digits
+import train_gpt2
+import train_lightning
+import train_trainer
 from placemat.units import parse_bytes
 
-SCRIPT = Path(train_gpt2.__file__)
-TINY = ["--layers=2", "--width=32", "--sequence=32", "--batch=4", "--steps=12"]
+TINY_GPT2 = ["--layers=1", "--width=32", "--sequence=16", "--batch=4", "--time-limit=2"]
 
 
-def run_example(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=600, check=False
+def run_example(module: ModuleType, *arguments: str) -> str:
+    """What an example prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert module.main(arguments) == 0
+    return printed.getvalue()
+
+
+def run_script(module: ModuleType, *arguments: str) -> str:
+    """The same in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, str(module.__file__), *arguments], capture_output=True, text=True, timeout=600, check=False
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def table_of(output: str) -> str:
-    """What is printed below the final table's title."""
-    parts = re.split(r"^ +original +placemat$", output, flags=re.MULTILINE)
-    assert len(parts) == 2, output
-    return parts[1]
+def row(output: str, name: str) -> str:
+    """The last row of what was printed that starts with this name."""
+    found = re.findall(rf"^{re.escape(name)}\s{{2,}}(.*?)\s*$", output, re.MULTILINE)
+    assert found, f"no row {name!r} in:\n{output}"
+    return found[-1]
 
 
-def cell(table: str, row: str) -> str:
-    """Last cell of the row that starts with this name."""
-    found = re.search(rf"^{re.escape(row)}\s{{2,}}.*?(\S(?: ?\S)*)$", table, re.MULTILINE)
-    assert found is not None, f"no row {row!r} in:\n{table}"
-    return found[1]
+def check_result(output: str) -> None:
+    """The loss falls, and the step is within the budget, as predicted."""
+    first, last = re.findall(r"\d+\.\d+", row(output, "loss"))[:2]
+    assert float(last) < float(first)
+    measured, predicted = parse_bytes(row(output, "measured peak")), parse_bytes(row(output, "predicted peak"))
+    # The Trainer lets go of the logits before backward, which no plan counts on.
+    assert 0.8 * predicted < measured <= predicted <= parse_bytes(row(output, "budget"))
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (train_digits, ["--blocks=1", "--width=8", "--steps=10", "--time-limit=2"]),
+        pytest.param(
+            train_lightning, ["--width=4", "--batch=8", "--steps=10", "--time-limit=2"], marks=pytest.mark.slow
+        ),
+        pytest.param(train_trainer, [*TINY_GPT2, "--steps=10"], marks=pytest.mark.slow),
+        pytest.param(train_trainer, [*TINY_GPT2, "--steps=6", "--accumulate=2", "--bf16"], marks=pytest.mark.slow),
+    ],
+)
+def test_example_trains_within_its_budget_and_again_with_the_saved_plan(module, arguments, tmp_path):
+    path = tmp_path / "plan.json"
+    output = run_example(module, *arguments, "--budget-fraction=0.4", f"--save-plan={path}")
+    check_result(output)
+    again = run_example(module, *arguments, f"--plan={path}")
+    for name in ("predicted peak", "measured peak", "loss"):
+        assert row(again, name) == row(output, name)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """Final table of one run at the default budget, and the plan that it saved."""
+    """What one run of the main example printed, and the plan that it saved."""
     path = tmp_path_factory.mktemp("example") / "plan.json"
-    done = run_example(*TINY, f"--save-plan={path}")
-    assert done.returncode == 0, done.stderr
-    return table_of(done.stdout), path
+    return run_script(train_gpt2, *TINY_GPT2, "--steps=12", f"--save-plan={path}"), path
 
 
-def test_loss_falls(finished: tuple[str, Path]) -> None:
-    first, last = map(float, cell(finished[0], "loss, first and last step").split(" -> "))
+def test_main_example_is_within_its_budget_and_below_eager(finished: tuple[str, Path]) -> None:
+    first, last = map(float, row(finished[0], "loss, first and last step").split(" -> "))
     assert last < first
+    eager, planned = re.findall(r"\d+\.\d \w+", row(finished[0], "measured peak"))
+    assert planned == row(finished[0], "predicted peak")
+    assert parse_bytes(planned) < parse_bytes(eager)
 
 
-def test_measured_peak_is_the_predicted_one_and_below_eager(finished: tuple[str, Path]) -> None:
-    table, _ = finished
-    row = re.search(r"^measured peak\s+(\d+\.\d \w+)\s+(\d+\.\d \w+)$", table, re.MULTILINE)
-    assert row is not None, table
-    assert row[2] == cell(table, "predicted peak")
-    assert parse_bytes(row[2]) < parse_bytes(row[1])
+def test_main_example_finds_equal_gradients(finished: tuple[str, Path]) -> None:
+    equal, compared = map(int, row(finished[0], "gradients bitwise equal").split(" of "))
+    assert equal == compared > 10
+    assert row(finished[0], "largest gradient difference") == "0"
 
 
-def test_gradients_are_bitwise_equal(finished: tuple[str, Path]) -> None:
-    equal, compared = map(int, cell(finished[0], "gradients bitwise equal").split(" of "))
-    assert equal == compared > 20
-    assert cell(finished[0], "largest gradient difference") == "0"
-
-
-def test_saved_plan_runs_in_a_new_process(finished: tuple[str, Path]) -> None:
-    table, path = finished
-    done = run_example(*TINY, f"--plan={path}")
-    assert done.returncode == 0, done.stderr
-    again = table_of(done.stdout)
-    for row in ("predicted peak", "measured peak", "loss, first and last step"):
-        assert cell(again, row) == cell(table, row)
+def test_saved_plan_runs_in_another_process(finished: tuple[str, Path]) -> None:
+    output, path = finished
+    again = run_example(train_gpt2, *TINY_GPT2, "--steps=12", f"--plan={path}")
+    for name in ("predicted peak", "measured peak", "loss, first and last step"):
+        assert row(again, name) == row(output, name)
 
 
 @pytest.mark.parametrize(
@@ -89,8 +118,15 @@ def test_bad_arguments_are_told_without_a_traceback(
 ) -> None:
     status: object
     try:
-        status = train_gpt2.main([*TINY, "--layers=1", *arguments])
+        status = train_gpt2.main([*TINY_GPT2, *arguments])
     except SystemExit as stop:  # from argparse
         status = stop.code
     assert status == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The examples set the number of threads of their process."""
+    yield
+    torch.set_num_threads(1)

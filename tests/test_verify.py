@@ -44,7 +44,9 @@ class Net(nn.Module):
 
 
 class Handle:
-    """Stands in for an optimized forward: what `optimize` leaves in `model.__dict__["forward"]`."""
+    """Stands in for an optimized forward: what `optimize` leaves in the module's `__dict__`."""
+
+    bypassed = False
 
     def __init__(self, original: Callable[..., Any], change: Callable[[Any], Any] = lambda out: out) -> None:
         self.original = original
@@ -52,12 +54,14 @@ class Handle:
         self.num_calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.bypassed:
+            return self.original(*args, **kwargs)
         self.num_calls += 1
         return self.change(self.original(*args, **kwargs))
 
 
 def handled(model: Any, change: Callable[[Any], Any] = lambda out: out) -> Any:
-    model.__dict__["forward"] = Handle(model.forward, change)
+    model.__dict__["forward"] = model.__dict__["_placemat_handle"] = Handle(model.forward, change)
     return model
 
 

@@ -1,0 +1,91 @@
+"""Gradients that exist during a step although the plan does not count them: told of, once per module."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import TYPE_CHECKING
+
+from placemat.graph.errors import UndeclaredGradients
+from placemat.plan import Plan
+from placemat.schedule import Compute
+from placemat.simulate import simulate
+from placemat.units import format_bytes
+
+if TYPE_CHECKING:
+    from placemat.handle import Handle
+
+_REMEDY = (
+    "Remedy: accumulate_grad=True if gradients are accumulated over several backwards; otherwise "
+    "optimizer.zero_grad(set_to_none=True) before each step"
+)
+
+
+class GradientWatch:
+    """Looks at a module's gradients when a planned forward and when its backward begins.
+
+    It does not hold the handle: Dynamo's cache, which holds the watch, would keep the module alive.
+    """
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = weakref.ref(handle)
+        self._forward_peaks: dict[str, int] = {}  # plan fingerprint -> bytes
+        self.has_warned = False
+
+    def before_forward(self) -> None:
+        """Warn if the forward and the gradients of the step before do not fit together.
+
+        Training loops that clear gradients between forward and backward have both at once; where backward takes more
+        memory than forward by at least the gradients, that does no harm.
+        """
+        plan, existing_bytes = self._undeclared()
+        if plan is None or not existing_bytes:
+            return
+        if plan.fingerprint not in self._forward_peaks:
+            self._forward_peaks[plan.fingerprint] = forward_peak_bytes(plan)
+        peak_bytes = self._forward_peaks[plan.fingerprint]
+        if peak_bytes + existing_bytes > plan.budget_bytes:
+            self._warn(
+                f"a forward of the optimized {self._name()} begins while its parameters have gradients of "
+                f"{_size(existing_bytes)} already, which the plan was not told of: up to backward it takes "
+                f"{peak_bytes} bytes without them, under a budget of {plan.budget_bytes}. {_REMEDY}, not between "
+                "forward and backward (in a LightningModule: in on_train_batch_start)."
+            )
+
+    def before_backward(self) -> None:
+        """Warn if there are gradients."""
+        plan, existing_bytes = self._undeclared()
+        if plan is not None and existing_bytes:
+            self._warn(
+                f"backward() through the optimized {self._name()} begins while its parameters have gradients of "
+                f"{_size(existing_bytes)} already, which the plan was not told of: it predicts a peak of "
+                f"{plan.predicted_peak_bytes} bytes without them, under a budget of {plan.budget_bytes}. {_REMEDY}."
+            )
+
+    def _undeclared(self) -> tuple[Plan | None, int]:
+        """The plan, unless it counts gradients or all was said, and the bytes of gradients that exist."""
+        alive = self._handle()
+        if alive is None or self.has_warned or alive.plan is None or alive.plan.options["accumulate_grad"]:
+            return None, 0
+        gradients = (p.grad for p in alive.module.parameters())
+        return alive.plan, sum(g.numel() * g.element_size() for g in gradients if g is not None)
+
+    def _name(self) -> str:
+        alive = self._handle()
+        return type(alive.module).__name__ if alive is not None else "module"
+
+    def _warn(self, message: str) -> None:
+        self.has_warned = True
+        warnings.warn(message, UndeclaredGradients, stacklevel=3)
+
+
+def forward_peak_bytes(plan: Plan) -> int:
+    """Peak of a plan from the step's beginning to the loss, the loss included."""
+    bytes_by_step = simulate(plan.problem, plan.schedule).timeline
+    steps = plan.schedule.steps
+    end = next((i for i, s in enumerate(steps) if isinstance(s, Compute) and s.op == plan.problem.border), len(steps))
+    return max(bytes_by_step[: end + 1], default=0)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes} bytes ({format_bytes(num_bytes)})"
