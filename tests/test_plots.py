@@ -100,7 +100,7 @@ def test_figures_on_axes_of_ones_own() -> None:
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == "placemat.figure"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     with pytest.raises(placemat.MissingExtra, match=r'pip install "placemat\[plots\]"'):
