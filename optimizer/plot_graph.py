@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from placemat.plan import Plan
 
 _MAX_READERS = 12  # past a value that more ops read (a mask that all layers share) is not "around" any more
-_NODE_SIZE = 1500
+_NODE_SIZE = 1700
 _FATES = {
     "kept": KEPT_COLOR,
     "recomputed": RECOMPUTED_COLOR,
@@ -64,7 +64,7 @@ def _graph(plan: Plan) -> nx.DiGraph[int]:
         graph.add_node(
             index,
             fate=fates.get(index, "forward, freed" if label.phase == "forward" else "backward"),
-            text="\n".join([*textwrap.wrap(_short(label.target), 11), format_bytes(sum(sizes))]),
+            text=f"{_short(plan.problem.ops[index].name)}\n{format_bytes(sum(sizes))}",
         )
     for index, op in enumerate(plan.problem.ops):
         for v in op.inputs:
@@ -96,9 +96,10 @@ def _layout(graph: nx.DiGraph[int]) -> dict[int, tuple[float, float]]:
     return at
 
 
-def _short(target: str) -> str:
-    """ "layer norm backward" of "aten.native_layer_norm_backward.default"."""
-    return target.split(".")[1].removeprefix("native_").replace("_", " ").strip()
+def _short(name: str) -> str:
+    """The op's name, which `explain` takes, on lines that fit into a node: "layer_norm_\\nbackward_3"."""
+    parts = textwrap.wrap(name.removeprefix("native_").replace("_", "_ "), 12)
+    return "\n".join(part.replace(" ", "") for part in parts)
 
 
 def plot_graph(plan: Plan, max_ops: int = 28, axes: Axes | None = None) -> Figure:
@@ -108,8 +109,10 @@ def plot_graph(plan: Plan, max_ops: int = 28, axes: Axes | None = None) -> Figur
     at = _layout(part)
     for bend in (0.0, 0.25):  # an edge over several columns would run through the nodes between
         edges = [(a, b) for a, b in part.edges if (at[b][0] - at[a][0] > 1) == (bend > 0)]
+        of_peak = [part.graph["peak_op"] in edge for edge in edges]
         nx.draw_networkx_edges(
-            part, at, edges, ax=axes, edge_color="#999999", width=0.8, arrowsize=9, node_size=_NODE_SIZE,
+            part, at, edges, ax=axes, edge_color=[ALERT_COLOR if red else "#999999" for red in of_peak],
+            width=[1.6 if red else 0.8 for red in of_peak], arrowsize=9, node_size=_NODE_SIZE,
             connectionstyle=f"arc3,rad={bend}",
         )  # fmt: skip
     for fate, color in _FATES.items():

@@ -77,7 +77,7 @@ def test_graph_figure() -> None:
     figure = recomputing_plan().plot_graph()
     assert legend_texts(figure) == ["kept", "recomputed", "backward"]
     assert figure.axes[0].get_title() == "around the peak of 37.9 KiB, at back_1 (red)"
-    assert {"drop\n5.0 KiB", "back\n7.0 KiB"} <= {text.get_text() for text in figure.axes[0].texts}
+    assert {"drop_1\n5.0 KiB", "back_1\n7.0 KiB"} <= {text.get_text() for text in figure.axes[0].texts}
 
 
 def test_frontier_figure() -> None:
