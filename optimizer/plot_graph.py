@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _MAX_READERS = 12  # past a value that more ops read (a mask that all layers share) is not "around" any more
 _NODE_SIZE = 1700
+_VARIANT = re.compile(r"^_?native_|_legit_functional|_with_indices|(?<=attention)_for_cpu")
 _FATES = {
     "kept": KEPT_COLOR,
     "recomputed": RECOMPUTED_COLOR,
@@ -47,7 +49,7 @@ def neighborhood(plan: Plan, max_ops: int = 28) -> nx.DiGraph[int]:
             if len(edges) > _MAX_READERS and op != step.op:
                 continue
             for other, size in edges:
-                if other not in chosen:
+                if other not in chosen and graph.nodes[other]["bytes"]:
                     near[other] = max(size, near.get(other, 0))
         ring = sorted(near, key=lambda op: (-near[op], op))[: max_ops - len(chosen)]
         chosen.update(ring)
@@ -64,6 +66,7 @@ def _graph(plan: Plan) -> nx.DiGraph[int]:
         graph.add_node(
             index,
             fate=fates.get(index, "forward, freed" if label.phase == "forward" else "backward"),
+            bytes=sum(sizes),
             text=f"{_short(plan.problem.ops[index].name)}\n{format_bytes(sum(sizes))}",
         )
     for index, op in enumerate(plan.problem.ops):
@@ -86,20 +89,21 @@ def _fates(plan: Plan) -> dict[int, str]:
 
 
 def _layout(graph: nx.DiGraph[int]) -> dict[int, tuple[float, float]]:
-    """Columns by topological generation, each in the order of what it reads; every other one half a row lower."""
+    """Columns by topological generation, each in the order of what it reads; every other one half a row lower, so that
+    neighbours in a row are two columns apart."""
     at: dict[int, tuple[float, float]] = {}
     for column, generation in enumerate(nx.topological_generations(graph)):
         heights = {op: [at[reads][1] for reads in graph.predecessors(op)] for op in generation}
         ordered = sorted(generation, key=lambda op: (sum(heights[op]) / max(1, len(heights[op])), op))
         for row, op in enumerate(ordered):
-            at[op] = (float(column), row - (len(ordered) - 1) / 2 - 0.5 * (column % 2))
+            at[op] = (float(column), row - (len(ordered) - 1) // 2 - 0.5 * (column % 2))
     return at
 
 
 def _short(name: str) -> str:
-    """The op's name, which `explain` takes, on lines that fit into a node: "layer_norm_\\nbackward_3"."""
-    parts = textwrap.wrap(name.removeprefix("native_").replace("_", "_ "), 12)
-    return "\n".join(part.replace(" ", "") for part in parts)
+    """The op's name on lines that fit into a node, without PyTorch's names of variants: "layer_norm_\\nbackward_3"."""
+    name = _VARIANT.sub("", name).lstrip("_")
+    return "\n".join(line.replace(" ", "") for line in textwrap.wrap(name.replace("_", "_ "), 12))
 
 
 def plot_graph(plan: Plan, max_ops: int = 28, axes: Axes | None = None) -> Figure:
