@@ -121,13 +121,16 @@ def plot_graph(plan: Plan, max_ops: int = 28, axes: Axes | None = None) -> Figur
         )  # fmt: skip
     for fate, color in _FATES.items():
         nodes = [op for op in part if part.nodes[op]["fate"] == fate]
-        outlines = [ALERT_COLOR if op == part.graph["peak_op"] else "#555555" for op in nodes]
-        widths = [3.0 if op == part.graph["peak_op"] else 0.6 for op in nodes]
         if nodes:
             nx.draw_networkx_nodes(
-                part, at, nodes, ax=axes, node_color=color, node_size=_NODE_SIZE, label=fate, edgecolors=outlines,
-                linewidths=widths,
+                part, at, nodes, ax=axes, node_color=color, node_size=_NODE_SIZE, label=fate, edgecolors="#555555",
+                linewidths=0.6,
             )  # fmt: skip
+    peak = part.graph["peak_op"]
+    nx.draw_networkx_nodes(
+        part, at, [peak], ax=axes, node_color=_FATES[part.nodes[peak]["fate"]], node_size=_NODE_SIZE,
+        edgecolors=ALERT_COLOR, linewidths=3.0,
+    )  # fmt: skip
     nx.draw_networkx_labels(part, at, {op: part.nodes[op]["text"] for op in part}, ax=axes, font_size=6.5)
     axes.set_title(f"around the peak of {format_bytes(plan.predicted_peak_bytes)}, at {plan.peak_op} (red)")
     axes.set_axis_off()

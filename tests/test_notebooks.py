@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from IPython.core.compilerop import CachingCompiler
 from nbformat import NotebookNode
 
+from placemat.graph.sources import shown_file, user_line
 from tests.notebooks import NOTEBOOKS, execute, read
 
 MAX_BYTES = 600_000
@@ -33,6 +36,14 @@ def texts(notebook: NotebookNode) -> str:
 
 def test_there_are_notebooks() -> None:
     assert [path.stem for path in NOTEBOOKS] == ["01_first_plan", "02_branched", "03_solver", "04_costs"]
+
+
+def test_lines_of_cells_are_called_as_the_reader_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = CachingCompiler()
+    file = compiler.cache("x = 1", 3)
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(compile=compiler))
+    assert user_line(f'File "{file}", line 2, in forward\n    y = x') == "In[3]:2, in forward: y = x"
+    assert shown_file("net.py") == "net.py"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

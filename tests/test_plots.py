@@ -51,6 +51,7 @@ def test_memory_figure(tmp_path: Path) -> None:
     assert f"keep everything: {format_bytes(everything)}" in texts
     assert axes.get_ylim()[1] > everything
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["0 B", "10 KiB", "20 KiB", "30 KiB", "40 KiB"]
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]  # what a notebook shows
     figure.savefig(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 
