@@ -32,7 +32,7 @@ from placemat.graph.kernel_strides import refuse_permuted_writes, true_strides
 from placemat.graph.order import ancestors
 from placemat.graph.recurrent import refusal, refuse_layers, what_is_packed
 from placemat.graph.returned import note_returned, take_returned
-from placemat.graph.sources import is_library_file, tidy, user_line
+from placemat.graph.sources import is_library_file, shown_file, tidy, user_line
 from placemat.graph.storages import storage_key
 
 
@@ -314,7 +314,7 @@ def user_frame(stack: Sequence[traceback.FrameSummary]) -> str:
     if not users:
         return "an unknown line"
     frame = users[-1]
-    return f"{frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"
+    return f"{shown_file(frame.filename)}:{frame.lineno}, in {frame.name}: {frame.line}"
 
 
 def first_line(error: BaseException) -> str:

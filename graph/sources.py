@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 import sysconfig
 from typing import Any
 
@@ -44,12 +45,21 @@ def user_line(stack_trace: str | None) -> str | None:
         if match is None:
             continue
         code = lines[i + 1].strip() if i + 1 < len(lines) else ""
-        frame = f"{match['file']}:{match['line']}, in {match['function']}: {code}"
+        frame = f"{shown_file(match['file'])}:{match['line']}, in {match['function']}: {code}"
         if not is_library_file(match["file"]):
             users = frame
         elif not _is_inside(match["file"], _OWN_ROOTS):
             library = frame
     return users or library
+
+
+def shown_file(path: str) -> str:
+    """What the user calls a file: itself, or "In[3]" for a notebook's cell, which IPython compiles under the name of a
+    temporary file that is never written and is another one in each session."""
+    ipython = sys.modules.get("IPython")  # not ours to import: where there is a cell, it is there
+    shell = None if ipython is None else ipython.get_ipython()
+    name = None if shell is None else shell.compile.format_code_name(path)
+    return path if name is None else name[1]
 
 
 def module_path(node: fx.Node) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from placemat.alternative import Alternative, keep_instead, recompute_instead
 from placemat.graph.errors import PlacematError
-from placemat.labels import shape_text
+from placemat.labels import location, shape_text, short_source
 from placemat.replay import may_be_dropped
 from placemat.summary import ample, block_of
 from placemat.units import format_bytes
@@ -42,11 +42,6 @@ def fate(decision: Decision) -> str:
     return ", ".join(["kept", *again] if decision.kept else again or ["freed"])
 
 
-def location(source: str | None) -> str:
-    """File and line of a source line: "/a/net.py:12" of "/a/net.py:12, in forward: x = self.a(x)"."""
-    return "" if source is None else source.split(", in ", 1)[0]
-
-
 def _ops_about(plan: Plan, name: str) -> dict[int, list[Decision]]:
     """Op index -> decisions about its results, for every op that `name` means."""
     ops: dict[int, list[Decision]] = {}
@@ -64,6 +59,7 @@ def _ops_about(plan: Plan, name: str) -> dict[int, list[Decision]]:
 
 def _is_about(decision: Decision, name: str) -> bool:
     where = location(decision.source)
+    name = name.removeprefix(".../")  # as `short_source` writes it
     return (
         name in (decision.value, decision.op, decision.target, decision.module_path or "(model)")
         or decision.module_path.startswith(f"{name}.")
@@ -77,7 +73,7 @@ def _op_lines(plan: Plan, op: int, decisions: Sequence[Decision]) -> list[str]:
     where = f"in {label.module_path}" if label.module_path else "outside of submodules"
     ms = decisions[0].runtime_s * 1e3
     lines = [f"{plan.problem.ops[op].name}: {label.target} {where}, {ms:.3g} ms a run"]
-    lines.append(f"    {label.source or 'no source line'}")
+    lines.append(f"    {short_source(label.source) or 'no source line'}")
     for decision in decisions:
         what = f"{shape_text(decision.shape, decision.dtype)} {format_bytes(decision.bytes)}".strip()
         lines.append(f"    {what}: {fate(decision)}; {decision.why}")

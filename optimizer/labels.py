@@ -64,3 +64,18 @@ def category(graph: OpGraph, value: Value) -> str:
 def shape_text(shape: tuple[int, ...] | None, dtype: str) -> str:
     """ "float32[8, 128]"; empty for a value that is no single tensor."""
     return "" if shape is None else f"{dtype}{list(shape)}"
+
+
+def location(source: str | None) -> str:
+    """File and line of a source line: "/a/net.py:12" of "/a/net.py:12, in forward: x = self.a(x)"."""
+    return "" if source is None else source.split(", in ", 1)[0]
+
+
+def short_source(source: str | None) -> str | None:
+    """A source line with the last folder of its path: ".../nets/net.py:12, in forward: x = self.a(x)".
+
+    Where a library lies on this machine tells nobody anything, and makes lines too long to read.
+    """
+    where = location(source)
+    parts = where.split("/")
+    return source if source is None or len(parts) <= 3 else f".../{parts[-2]}/{parts[-1]}{source[len(where) :]}"

@@ -42,7 +42,7 @@ def headline(plan: Plan) -> str:
     """The plan in a line."""
     return (
         f"budget {format_bytes(plan.budget_bytes)}, predicted peak {format_bytes(plan.predicted_peak_bytes)}, "
-        f"overhead {plan.overhead:.2%}, {plan.family}: {plan.status}"
+        f"overhead {plan.overhead:.2%}, {plan.family.split(' (')[0]}: {plan.status}"  # details are by the bound
     )
 
 
@@ -85,7 +85,7 @@ def _table(rows: Iterable[Sequence[str]], left: frozenset[int], *, has_header: b
             for i, cell in enumerate(row)
         )
         lines.append(f'<tr style="background:none">{cells}</tr>')
-    return f'<table style="border-collapse:collapse;margin:6px 0">{"".join(lines)}</table>'
+    return f'<table style="border-collapse:collapse;margin:6px 0;font-size:inherit">{"".join(lines)}</table>'
 
 
 def _list(notes: Sequence[str]) -> str:

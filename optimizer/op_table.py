@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from placemat.explain import fate, location
-from placemat.labels import shape_text
+from placemat.explain import fate
+from placemat.labels import location, shape_text
 from placemat.summary import align, block_of, next_block
 from placemat.units import format_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from placemat.plan import Plan
 
 _MAX_READERS = 12  # past a value that more ops read (a mask that all layers share) is not "around" any more
-_NODE_SIZE = 1500
+_NODE_SIZE = 1700
+_VARIANT = re.compile(r"^_?native_|_legit_functional|_with_indices|(?<=attention)_for_cpu")
 _FATES = {
     "kept": KEPT_COLOR,
     "recomputed": RECOMPUTED_COLOR,
@@ -47,7 +49,7 @@ def neighborhood(plan: Plan, max_ops: int = 28) -> nx.DiGraph[int]:
             if len(edges) > _MAX_READERS and op != step.op:
                 continue
             for other, size in edges:
-                if other not in chosen:
+                if other not in chosen and graph.nodes[other]["bytes"]:
                     near[other] = max(size, near.get(other, 0))
         ring = sorted(near, key=lambda op: (-near[op], op))[: max_ops - len(chosen)]
         chosen.update(ring)
@@ -64,7 +66,8 @@ def _graph(plan: Plan) -> nx.DiGraph[int]:
         graph.add_node(
             index,
             fate=fates.get(index, "forward, freed" if label.phase == "forward" else "backward"),
-            text="\n".join([*textwrap.wrap(_short(label.target), 11), format_bytes(sum(sizes))]),
+            bytes=sum(sizes),
+            text=f"{_short(plan.problem.ops[index].name)}\n{format_bytes(sum(sizes))}",
         )
     for index, op in enumerate(plan.problem.ops):
         for v in op.inputs:
@@ -86,19 +89,21 @@ def _fates(plan: Plan) -> dict[int, str]:
 
 
 def _layout(graph: nx.DiGraph[int]) -> dict[int, tuple[float, float]]:
-    """Columns by topological generation, each in the order of what it reads; every other one half a row lower."""
+    """Columns by topological generation, each in the order of what it reads; every other one half a row lower, so that
+    neighbours in a row are two columns apart."""
     at: dict[int, tuple[float, float]] = {}
     for column, generation in enumerate(nx.topological_generations(graph)):
         heights = {op: [at[reads][1] for reads in graph.predecessors(op)] for op in generation}
         ordered = sorted(generation, key=lambda op: (sum(heights[op]) / max(1, len(heights[op])), op))
         for row, op in enumerate(ordered):
-            at[op] = (float(column), row - (len(ordered) - 1) / 2 - 0.5 * (column % 2))
+            at[op] = (float(column), row - (len(ordered) - 1) // 2 - 0.5 * (column % 2))
     return at
 
 
-def _short(target: str) -> str:
-    """ "layer norm backward" of "aten.native_layer_norm_backward.default"."""
-    return target.split(".")[1].removeprefix("native_").replace("_", " ").strip()
+def _short(name: str) -> str:
+    """The op's name on lines that fit into a node, without PyTorch's names of variants: "layer_norm_\\nbackward_3"."""
+    name = _VARIANT.sub("", name).lstrip("_")
+    return "\n".join(line.replace(" ", "") for line in textwrap.wrap(name.replace("_", "_ "), 12))
 
 
 def plot_graph(plan: Plan, max_ops: int = 28, axes: Axes | None = None) -> Figure:
@@ -108,19 +113,24 @@ def plot_graph(plan: Plan, max_ops: int = 28, axes: Axes | None = None) -> Figur
     at = _layout(part)
     for bend in (0.0, 0.25):  # an edge over several columns would run through the nodes between
         edges = [(a, b) for a, b in part.edges if (at[b][0] - at[a][0] > 1) == (bend > 0)]
+        of_peak = [part.graph["peak_op"] in edge for edge in edges]
         nx.draw_networkx_edges(
-            part, at, edges, ax=axes, edge_color="#999999", width=0.8, arrowsize=9, node_size=_NODE_SIZE,
+            part, at, edges, ax=axes, edge_color=[ALERT_COLOR if red else "#999999" for red in of_peak],
+            width=[1.6 if red else 0.8 for red in of_peak], arrowsize=9, node_size=_NODE_SIZE,
             connectionstyle=f"arc3,rad={bend}",
         )  # fmt: skip
     for fate, color in _FATES.items():
         nodes = [op for op in part if part.nodes[op]["fate"] == fate]
-        outlines = [ALERT_COLOR if op == part.graph["peak_op"] else "#555555" for op in nodes]
-        widths = [3.0 if op == part.graph["peak_op"] else 0.6 for op in nodes]
         if nodes:
             nx.draw_networkx_nodes(
-                part, at, nodes, ax=axes, node_color=color, node_size=_NODE_SIZE, label=fate, edgecolors=outlines,
-                linewidths=widths,
+                part, at, nodes, ax=axes, node_color=color, node_size=_NODE_SIZE, label=fate, edgecolors="#555555",
+                linewidths=0.6,
             )  # fmt: skip
+    peak = part.graph["peak_op"]
+    nx.draw_networkx_nodes(
+        part, at, [peak], ax=axes, node_color=_FATES[part.nodes[peak]["fate"]], node_size=_NODE_SIZE,
+        edgecolors=ALERT_COLOR, linewidths=3.0,
+    )  # fmt: skip
     nx.draw_networkx_labels(part, at, {op: part.nodes[op]["text"] for op in part}, ax=axes, font_size=6.5)
     axes.set_title(f"around the peak of {format_bytes(plan.predicted_peak_bytes)}, at {plan.peak_op} (red)")
     axes.set_axis_off()

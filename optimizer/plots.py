@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from placemat.baselines import chen_sqrt_n, recompute_all, save_all
 from placemat.colors import ALERT_COLOR, CURVE_COLOR, RECOMPUTED_COLOR, category_color
-from placemat.explain import location
 from placemat.graph.errors import MissingExtra
+from placemat.labels import location
 from placemat.problem import Problem
 from placemat.schedule import Schedule
 from placemat.simulate import simulate
@@ -32,13 +32,13 @@ _BASELINES: dict[str, Callable[[Problem], Schedule]] = {
 
 
 def new_axes(width: float = 10.0, height: float = 5.0) -> Axes:
-    """Axes of a figure of its own: no pyplot, so no window, no global state, nothing to close.
+    """Axes of a figure of its own.
 
     Raises:
         MissingExtra: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        from placemat.figure import PlanFigure
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] != "matplotlib":
             raise
@@ -46,8 +46,7 @@ def new_axes(width: float = 10.0, height: float = 5.0) -> Axes:
             'plots need matplotlib, which is not installed. Remedy: pip install "placemat[plots]", or read the same '
             "as text: print(plan), print(frontier)."
         ) from None
-    figure = Figure(figsize=(width, height), layout="constrained")
-    return figure.add_subplot()
+    return PlanFigure(figsize=(width, height), layout="constrained").add_subplot()
 
 
 def figure_of(axes: Axes) -> Figure:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from placemat.labels import short_source
 from placemat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def peak_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def peak_place(plan: Plan) -> str:
     """The op that binds."""
-    return f"reached at {plan.peak_op}: {plan.peak_source or 'no source line'}"
+    return f"reached at {plan.peak_op}: {short_source(plan.peak_source) or 'no source line'}"
 
 
 def cost_rows(plan: Plan) -> list[tuple[str, ...]]:

@@ -10,6 +10,7 @@ import pytest
 
 from placemat.alternative import keep_instead, recompute_instead
 from placemat.graph.errors import PlacematError
+from placemat.labels import short_source
 from placemat.simulate import simulate
 from tests.test_plan import KIB, keep_everything_plan, recomputing_plan
 
@@ -40,6 +41,14 @@ def test_printing_is_summary_and_table() -> None:
     assert str(plan) == f"{plan.summary()}\n\n{plan.table()}"
     assert plan.table(max_rows=2).splitlines()[3] == "... 8 more rows: plan.table()"
     assert plan.table(max_rows=2).splitlines()[-3:] == plan.table().splitlines()[-3:]
+
+
+def test_printed_source_lines_have_the_last_folder_and_explain_takes_them() -> None:
+    assert short_source("/opt/lib/nets/net.py:1, in f: a/b/c/d") == ".../nets/net.py:1, in f: a/b/c/d"
+    assert short_source("In[3]:12, in forward: return x") == "In[3]:12, in forward: return x"
+    assert short_source(None) is None
+    plan = recomputing_plan()
+    assert plan.explain(".../home/net.py:12") == plan.explain("/home/net.py:12")
 
 
 def test_explain_a_module() -> None:

@@ -51,6 +51,7 @@ def test_memory_figure(tmp_path: Path) -> None:
     assert f"keep everything: {format_bytes(everything)}" in texts
     assert axes.get_ylim()[1] > everything
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["0 B", "10 KiB", "20 KiB", "30 KiB", "40 KiB"]
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]  # what a notebook shows
     figure.savefig(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 
@@ -77,7 +78,7 @@ def test_graph_figure() -> None:
     figure = recomputing_plan().plot_graph()
     assert legend_texts(figure) == ["kept", "recomputed", "backward"]
     assert figure.axes[0].get_title() == "around the peak of 37.9 KiB, at back_1 (red)"
-    assert {"drop\n5.0 KiB", "back\n7.0 KiB"} <= {text.get_text() for text in figure.axes[0].texts}
+    assert {"drop_1\n5.0 KiB", "back_1\n7.0 KiB"} <= {text.get_text() for text in figure.axes[0].texts}
 
 
 def test_frontier_figure() -> None:
@@ -100,7 +101,7 @@ def test_figures_on_axes_of_ones_own() -> None:
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib" or name == "placemat.figure"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     with pytest.raises(placemat.MissingExtra, match=r'pip install "placemat\[plots\]"'):
