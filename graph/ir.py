@@ -94,10 +94,13 @@ class Op:
     known_recompute_workspace_bytes: int = 0
     # What eager autograd makes of the call. Ops of forward and backward with one `autograd_node` belong to one node of
     # autograd; `overwrites` is the value in whose storage eager writes the result; `reads_static`: it reads a tensor
-    # that lives during the whole step.
+    # that lives during the whole step; `is_unnamed`: no local variable has the result; ops with one `call` are of one
+    # call that the user's code makes.
     autograd_node: int | None = None
     overwrites: int | None = None
     reads_static: bool = False
+    is_unnamed: bool = False
+    call: int | None = None
 
     @property
     def target(self) -> str:

@@ -23,7 +23,7 @@ from placemat.graph import autocast, batch_norm, eager_lower, gradients, purity
 from placemat.graph.allocator import allocated_bytes
 from placemat.graph.ir import Op, OpGraph, OpSignature, Phase, Role, Value
 from placemat.graph.joint import JointGraph
-from placemat.graph.module_calls import IN_PLACE
+from placemat.graph.module_calls import CALL, IN_PLACE, UNNAMED
 from placemat.graph.order import split_phases, writes
 from placemat.graph.signature import signature
 from placemat.graph.sources import module_paths, user_line
@@ -213,6 +213,8 @@ def _add_call(build: _Builder, node: fx.Node, phase: Phase, device: str, path: s
         known_recompute_workspace_bytes=extra,
         autograd_node=_autograd_node(node),
         overwrites=_overwrites(build, node, inputs) if phase == "forward" else None,
+        is_unnamed=bool((node.meta.get("custom") or {}).get(UNNAMED)),
+        call=(node.meta.get("custom") or {}).get(CALL),
         reads_static=any(_is_static(build, n) for n in node.all_input_nodes),
     )
     _append(build, op, node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,11 @@ from placemat.graph.storages import storage_key
 
 # Key in `node.meta["custom"]`, which travels through AOTAutograd: eager writes the result over the first argument.
 IN_PLACE = "placemat_in_place"
+# Another: no local variable has had the result, or a view of it.
+UNNAMED = "placemat_unnamed"
+# A third: position of the call; what it makes for itself is C++'s.
+CALL = "placemat_call"
+_NUMBER = re.compile(r"_\d+$")
 _OPERATORS = frozenset(
     (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow,
      operator.imatmul, operator.iand, operator.ior, operator.ixor, operator.setitem)
@@ -49,6 +55,7 @@ def module_calls(graph: fx.Graph) -> tuple[ModuleCall, ...]:
     writes: list[tuple[int, int, fx.Node]] = []
     for position, node in enumerate(graph.nodes):
         if node.op in ("call_function", "call_method"):
+            _mark(node, CALL, position)
             for path, key, kind in _stack(node):
                 module = seen.setdefault(path, _Seen(kind, set(), position, position, {}))
                 module.keys.add(key)
@@ -58,12 +65,43 @@ def module_calls(graph: fx.Graph) -> tuple[ModuleCall, ...]:
             for written in _written(node):
                 writes.extend((position, k, node) for k in _storages(written))
                 if written is node.args[0] and node.op != "placeholder":
-                    node.meta["custom"] = {**(node.meta.get("custom") or {}), IN_PLACE: True}
+                    _mark(node, IN_PLACE)
         for k in _storages(node):
             birth.setdefault(k, position if node.op.startswith("call") else -1)
+    _mark_unnamed(graph)
     return tuple(
         ModuleCall(path, _why_not(module, writes), _is_chain(module.kind)) for path, module in seen.items() if path
     )
+
+
+def _mark(node: fx.Node, key: str, value: int = 1) -> None:
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), key: value}
+
+
+def _mark_unnamed(graph: fx.Graph) -> None:
+    """Mark calls whose results only stand inside of an expression: Python drops them once they are used.
+
+    Dynamo names a node after the first local variable that its result is bound to. A parameter of a helper function is
+    a variable, too, so what another function reads or returns does not count.
+    """
+    named: set[int] = set()
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            own = getattr(node.target, "__name__", str(node.target))
+            is_bound = _NUMBER.sub("", node.name) != own.strip("_") and _NUMBER.sub("", node.name) != own
+            elsewhere = (u for u in node.users if u.op != "output" and _place(u)[0] == _place(node)[0])
+            if is_bound or any(_place(user) != _place(node) for user in elsewhere):
+                named.update(_storages(node))
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method") and named.isdisjoint(_storages(node)):
+            _mark(node, UNNAMED)
+
+
+def _place(node: fx.Node) -> tuple[str, tuple[str, ...]]:
+    """Innermost module around a call, and the functions in whose frames it is made."""
+    modules = list(node.meta.get("nn_module_stack") or {})
+    functions = re.findall(r'File "([^"]+)", line \d+, in (\S+)', node.meta.get("stack_trace") or "")
+    return (modules[-1] if modules else ""), tuple(map(":".join, functions))
 
 
 def root_call(forward: Callable[..., Any]) -> ModuleCall:

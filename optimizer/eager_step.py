@@ -3,7 +3,8 @@
 The plan's own schedule frees a value after its last reader. Eager holds it longer, and this file says until when:
 
 - *Python*: what a module's forward makes or gets from a child is taken to be held until that call returns, as a local
-  variable is; what an `nn.Sequential` hands on, until the child that reads it returns;
+  variable is; what no variable has, and what an `nn.Sequential` hands on, until it is used: by a child, until that
+  returns; what an operator makes for itself, until it returns;
 - *autograd*: what a node saved is held until that node has run in backward (docs of `torch.autograd.graph`), and what a
   node of backward reads or makes until the node returns;
 - what is written in place has one storage; CPU dropout saves its noise in the input's dtype (Dropout.cpp), where the
@@ -23,6 +24,8 @@ from placemat.problem import Problem
 
 _DROPOUT = "aten.native_dropout.default"
 _DROPOUT_BACKWARD = "aten.native_dropout_backward.default"  # eager multiplies by the noise
+_PRODUCTS = ("aten.mul.Tensor", "aten.div.Tensor")
+_NUMBER_BYTES = 8
 _PSEUDO = ("placemat.rng_state", "placemat.copy_back")
 
 
@@ -59,6 +62,15 @@ class EagerStep:
     def end(self) -> int:
         """The last position."""
         return len(self.problem.ops) - 1
+
+    @cached_property
+    def static_bytes(self) -> int:
+        """Of the problem, and of the numbers that eager makes tensors of: products save the factors."""
+        numbers = (
+            label.target in _PRODUCTS and len(op.inputs) == 1 and not label.reads_static
+            for op, label in zip(self.problem.ops[: self.border], self.labels.ops, strict=False)
+        )
+        return self.problem.static_bytes + (_NUMBER_BYTES * sum(numbers) if self.device == "cpu" else 0)
 
     def is_real(self, op: int) -> bool:
         """Whether eager has this op at all: pseudo-ops of the captured step are skipped."""
@@ -193,10 +205,14 @@ class EagerStep:
             # Only the first result of an operator gets to Python: masks, means and indices go to autograd.
             is_first = storage == self.problem.ops[birth].outputs[0] and self.is_real(birth)
             return self._call_end(self.paths[birth], birth) if is_first else birth
+        if (call := self.labels.ops[birth].call) is not None and all(self.labels.ops[r].call == call for r in readers):
+            return self._last_of_call(birth, call)
         frame = common_path([self.paths[birth], *(self.paths[r] for r in readers)])
-        if frame not in self._chains:
+        if frame not in self._chains and not self.labels.ops[birth].is_unnamed:
             return max(self._call_end(frame, birth), readers[-1])
-        return max(self._call_end(child_path(frame, self.paths[r]), r) for r in readers)
+        return max(
+            r if self.paths[r] == frame else self._call_end(child_path(frame, self.paths[r]), r) for r in readers
+        )
 
     @cached_property
     def _forward_readers(self) -> dict[int, list[int]]:
@@ -209,6 +225,12 @@ class EagerStep:
     @cached_property
     def _chains(self) -> frozenset[str]:
         return frozenset(module.path for module in self.labels.modules if module.is_chain)
+
+    def _last_of_call(self, op: int, call: int) -> int:
+        """Last op of a call of one operator that is made of several."""
+        while op + 1 < self.border and (self.labels.ops[op + 1].call == call or not self.is_real(op + 1)):
+            op += 1
+        return op
 
     def _call_end(self, path: str, op: int) -> int:
         """Last op of the call of the module at `path` that runs at `op`."""

@@ -19,6 +19,8 @@ class OpLabel:
     autograd_node: int | None = None
     overwrites: int | None = None
     reads_static: bool = False
+    is_unnamed: bool = False
+    call: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ def _op_label(op: Op) -> OpLabel:
         op.autograd_node,
         op.overwrites,
         op.reads_static,
+        op.is_unnamed,
+        op.call,
     )
 
 

@@ -180,7 +180,7 @@ class _Program:
         step = self.step
         own = self.regions[-1 - moment] if moment < 0 else None
         position = moment if own is None else own.trigger
-        constant = step.problem.static_bytes
+        constant = step.static_bytes
         terms: dict[int, float] = {}
         for s, num_bytes in enumerate(step.num_bytes):
             if not num_bytes or step.birth(s) > position or (own is not None and step.birth(s) == position):

@@ -49,7 +49,7 @@ class WrappedStep:
 
     @property
     def problem(self) -> Problem:
-        return Problem(tuple(self.ops), tuple(self.values), None, self.step.problem.static_bytes)
+        return Problem(tuple(self.ops), tuple(self.values), None, self.step.static_bytes)
 
     @property
     def schedule(self) -> Schedule:
