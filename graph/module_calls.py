@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
 from placemat.graph import torch_private
@@ -137,7 +138,9 @@ def _is_own_statistics(node: fx.Node) -> bool:
     """Whether a write is to the counter or the statistics of a normalisation layer, which a second run leaves alone."""
     stack = list(_stack(node))
     written = node.args[0]
-    is_norm = bool(stack) and isinstance(stack[-1][2], type) and issubclass(stack[-1][2], _NormBase)
+    kind = stack[-1][2] if stack else None
+    known = (_BatchNorm.forward, _InstanceNorm.forward)
+    is_norm = isinstance(kind, type) and issubclass(kind, _NormBase) and kind.forward in known
     return is_norm and isinstance(written, fx.Node) and written.op == "placeholder"
 
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -38,6 +39,7 @@ _STATISTICS: dict[Any, tuple[int, int]] = {
     torch.native_batch_norm: (3, 4),
 }
 _NAMES = ("running_mean", "running_var")
+_KNOWN_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward)
 
 
 class CheckpointedForward:
@@ -110,9 +112,10 @@ class _SecondRun(contextlib.AbstractContextManager["_SecondRun"]):
     def __init__(self, module: nn.Module, path: str) -> None:
         self.path = path
         self.attributes = [(m, _plain(m.__dict__)) for m in module.modules()]
-        self.tensors = _state(module)
-        self.versions = {name: t._version for name, t in self.tensors.items()}
         self.module = module
+        self.is_moved = {m for m in module.modules() if _moves_statistics(m)}
+        self.tensors = self._state()
+        self.versions = {name: t._version for name, t in self.tensors.items()}
         self.exits: list[contextlib.ExitStack] = []
 
     def first_is_over(self) -> None:
@@ -128,12 +131,21 @@ class _SecondRun(contextlib.AbstractContextManager["_SecondRun"]):
             )
 
     def _changed(self) -> str | None:
-        present = _state(self.module)
+        present = self._state()
         for name in self.tensors.keys() | present.keys():
             old, new = self.tensors.get(name), present.get(name)
             if old is not new or (new is not None and new._version != self.versions[name]):
                 return f"{self.path}.{name}"
         return None
+
+    def _state(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, but for statistics of normalisation layers that no result depends on."""
+        state: dict[str, Tensor] = {}
+        for prefix, inner in self.module.named_modules():
+            for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
+                if tensor is not None and not (name in (_COUNTER, *_NAMES) and inner in self.is_moved):
+                    state[f"{prefix}.{name}".lstrip(".")] = tensor
+        return state
 
     def __enter__(self) -> _SecondRun:
         if (changed := self._changed()) is not None:
@@ -146,7 +158,7 @@ class _SecondRun(contextlib.AbstractContextManager["_SecondRun"]):
         for module, attributes in self.attributes:
             exits.callback(_put_back, module, dict(module.__dict__), dict(module._buffers))
             module.__dict__.update(attributes)
-            if isinstance(module, _NormBase) and isinstance(module._buffers.get(_COUNTER), Tensor):
+            if module in self.is_moved and isinstance(module._buffers.get(_COUNTER), Tensor):
                 module._buffers[_COUNTER] = module._buffers[_COUNTER].clone()  # type: ignore[union-attr]
         exits.enter_context(_ClonedStatistics())
         return self
@@ -167,14 +179,9 @@ def _put_back(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, 
     module._buffers.update(buffers)
 
 
-def _state(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, but for the counters of normalisation layers, which no result depends on."""
-    state: dict[str, Tensor] = {}
-    for prefix, inner in module.named_modules():
-        for name, tensor in (*inner._parameters.items(), *inner._buffers.items()):
-            if tensor is not None and not (isinstance(inner, _NormBase) and name == _COUNTER):
-                state[f"{prefix}.{name}".lstrip(".")] = tensor
-    return state
+def _moves_statistics(module: nn.Module) -> bool:
+    """Whether it is a normalisation layer that goes by the batch: in training, and with PyTorch's own forward."""
+    return isinstance(module, _NormBase) and module.training and type(module).forward in _KNOWN_FORWARDS
 
 
 class _ClonedStatistics(TorchFunctionMode):
