@@ -26,6 +26,7 @@ _DROPOUT = "aten.native_dropout.default"
 _DROPOUT_BACKWARD = "aten.native_dropout_backward.default"  # eager multiplies by the noise
 _PRODUCTS = ("aten.mul.Tensor", "aten.div.Tensor")
 _NUMBER_BYTES = 8
+_CAST = "aten._to_copy.default"
 _PSEUDO = ("placemat.rng_state", "placemat.copy_back")
 
 
@@ -200,6 +201,8 @@ class EagerStep:
             return self.end
         if birth >= self.border:
             return birth if birth == self.border else self.group_end(birth)
+        if self.labels.ops[birth].target == _CAST and not self.problem.ops[birth].inputs:
+            return self.border - 1  # autocast may keep the cast of a parameter until its region ends
         readers = self._forward_readers.get(storage, [])
         if not readers:
             # Only the first result of an operator gets to Python: masks, means and indices go to autograd.

@@ -38,8 +38,8 @@ EXCESS = {name: 0.055 if name == "gpt2" else 0.035 for name in WORKLOADS}
 
 def make_plan(work: Workload, **options) -> Plan:
     loss_fn = work.loss_fn or (lambda output: output.loss)
-    given = {"budget_fraction": 1.0, "time_limit_s": 0.5, "loss_fn": loss_fn, **options}
-    return placemat.plan(work.model, None, work.args, work.kwargs, **given)
+    given = {"time_limit_s": 0.5, "loss_fn": loss_fn, **options}
+    return placemat.plan(work.model, "1 GiB", work.args, work.kwargs, **given)
 
 
 def with_budget(plan: Plan, budget_bytes: float) -> Plan:
