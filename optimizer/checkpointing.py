@@ -201,8 +201,8 @@ def apply_checkpointing(model: nn.Module, modules: Iterable[str]) -> nn.Module:
     """Wrap submodules in `torch.utils.checkpoint(..., use_reentrant=False)`, in place; returns the same model.
 
     Loss, gradients, buffers and the random state after a step are bitwise those of the model as it was. Double
-    backward, hooks and graph breaks work as in eager. `placemat.restore(model)` undoes it. Under `torch.compile` nothing
-    is wrapped: what a compiled graph recomputes is the compiler's choice.
+    backward, hooks and graph breaks work as in eager. `placemat.restore(model)` undoes it. Under `torch.compile`
+    nothing is wrapped: what a compiled graph recomputes is the compiler's choice.
 
     Args:
         model: runs eagerly; `forward` of each named submodule is replaced on the instance.
