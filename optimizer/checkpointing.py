@@ -38,6 +38,9 @@ _STATISTICS: dict[Any, tuple[int, int]] = {
     torch.instance_norm: (3, 4),
     torch.native_batch_norm: (3, 4),
 }
+# They save their noise before it is drawn, and PyTorch ends the second run at the last tensor that is saved: backward
+# would read what memory happens to hold (torch 2.13).
+_DRAWN_AFTER_SAVING = (F.rrelu, F.rrelu_, torch.rrelu, torch.rrelu_)
 _NAMES = ("running_mean", "running_var")
 _KNOWN_FORWARDS = (_BatchNorm.forward, _InstanceNorm.forward)
 
@@ -188,6 +191,11 @@ class _ClonedStatistics(TorchFunctionMode):
     """Lets normalisation functions that update running statistics update clones of them."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in _DRAWN_AFTER_SAVING:
+            raise UnsupportedFeature(
+                "a wrapped module calls rrelu, whose noise PyTorch saves before it is drawn: a second run would end too "
+                "early. Remedy: leave modules with RReLU out of those to wrap."
+            )
         args, kwargs = list(args), dict(kwargs or {})
         for position, name in zip(_STATISTICS.get(function, ()), _NAMES, strict=False):
             if position < len(args) and isinstance(args[position], Tensor):
@@ -212,7 +220,8 @@ def apply_checkpointing(model: nn.Module, modules: Iterable[str]) -> nn.Module:
         PlacematError: a path names no submodule, one is inside another or named twice, or something is wrapped or
             optimized already. Nothing is changed then.
         UnsupportedFeature: when the model runs: a wrapped forward overwrites its arguments, its parameters or buffers
-            other than statistics of normalisation layers; or what it reads was changed before its backward.
+            other than statistics of normalisation layers, or calls rrelu; or what it reads was changed before its
+            backward.
     """
     if isinstance(modules, str):
         raise PlacematError(f"apply_checkpointing(model, modules) takes a list of paths: write [{modules!r}].")

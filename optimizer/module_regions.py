@@ -14,6 +14,7 @@ from placemat.eager_step import EagerStep, forward_labels, is_inside
 
 # torch.get_rng_state() of the CPU generator, a tensor in host memory (torch 2.9 to 2.14).
 _RNG_STATE_BYTES = 5056
+_DRAWN_AFTER_SAVING = "aten.rrelu"
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def _why_not(step: EagerStep, ops: Collection[int]) -> str | None:
     if foreign is not None:
         return f"{step.problem.ops[foreign].name} of another module runs in the middle of it"
     for op in ops:
+        if step.labels.ops[op].target.startswith(_DRAWN_AFTER_SAVING):
+            return "rrelu saves its noise before it is drawn, so that torch.utils.checkpoint would stop too early"
         if (reason := step.labels.ops[op].why_not) is not None and not all(map(step.goes_to_buffer, step.made_by(op))):
             return f"{step.problem.ops[op].name} may not run again: {reason}"
     return None

@@ -178,6 +178,17 @@ def test_a_parameter_changed_before_backward_is_refused():
         loss.backward()
 
 
+def test_rrelu_is_refused_and_not_advised():
+    """PyTorch saves the noise before the kernel draws it; a second run that stops there leaves it unset."""
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.RReLU(), nn.Tanh())), torch.randn(4, 6)
+    excluded = dict(placemat.plan(model, "1 GiB", (x,), cost_model=FreeOfWorkspace()).checkpoint_modules().excluded)
+    assert "rrelu saves its noise" in excluded["1"]
+    assert "rrelu saves its noise" in excluded["1.0"]
+    apply_checkpointing(model, ["1"])
+    with pytest.raises(UnsupportedFeature, match="rrelu"):
+        model(x).sum().backward()
+
+
 def test_wrong_paths_change_nothing():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
     for paths, message in (
