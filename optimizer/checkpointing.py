@@ -193,8 +193,8 @@ class _ClonedStatistics(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in _DRAWN_AFTER_SAVING:
             raise UnsupportedFeature(
-                "a wrapped module calls rrelu, whose noise PyTorch saves before it is drawn: a second run would end too "
-                "early. Remedy: leave modules with RReLU out of those to wrap."
+                "a wrapped module calls rrelu, whose noise PyTorch saves before it is drawn: a second run would end "
+                "too early. Remedy: leave modules with RReLU out of those to wrap."
             )
         args, kwargs = list(args), dict(kwargs or {})
         for position, name in zip(_STATISTICS.get(function, ()), _NAMES, strict=False):
