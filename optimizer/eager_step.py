@@ -68,7 +68,7 @@ class EagerStep:
     def static_bytes(self) -> int:
         """Of the problem, and of the numbers that eager makes tensors of: products save the factors."""
         numbers = (
-            label.target in _PRODUCTS and len(op.inputs) == 1 and not label.reads_static
+            label.target in _PRODUCTS and len(op.inputs) + label.reads_static == 1
             for op, label in zip(self.problem.ops[: self.border], self.labels.ops, strict=False)
         )
         return self.problem.static_bytes + (_NUMBER_BYTES * sum(numbers) if self.device == "cpu" else 0)
