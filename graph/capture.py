@@ -12,7 +12,7 @@ import itertools
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -27,8 +27,10 @@ from placemat.graph.data_dependent import refuse_data_dependent
 from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
 from placemat.graph.forward_hooks import LEFT_BEHIND, check_removed
+from placemat.graph.ir import ModuleCall
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
 from placemat.graph.kernel_strides import refuse_permuted_writes, true_strides
+from placemat.graph.module_calls import module_calls, root_call
 from placemat.graph.order import ancestors
 from placemat.graph.recurrent import refusal, refuse_layers, what_is_packed
 from placemat.graph.returned import note_returned, take_returned
@@ -116,7 +118,7 @@ def capture(
             with kept.learning((args, kwargs)), kept.installed(), _no_collections(), reported(forward):
                 compiled(forward, tuple(args), dict(kwargs), is_inside_region())
     except _Captured as done:
-        return done.joint
+        return replace(done.joint, modules=(root_call(forward), *done.joint.modules))
     finally:
         torch_private.forget_compiled(entry)
     raise UnsupportedFeature(
@@ -150,6 +152,7 @@ class DynamoGraph:
         uses_autocast: it runs under autocast, or opens a region of it.
         unread_call: user's line of a call that makes a tensor which nothing reads, if there is one.
         times_returned: of each output, see `returned`.
+        modules: submodules that are called.
     """
 
     inputs: Sequence[JointInput]
@@ -157,10 +160,11 @@ class DynamoGraph:
     uses_autocast: bool
     unread_call: str | None
     times_returned: Sequence[int]
+    modules: tuple[ModuleCall, ...]
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule) -> DynamoGraph:
-        """Also marks the graph's casts, and takes out what `returned` put in.
+        """Also marks the graph's casts and writes in place, and takes out what `returned` put in.
 
         Raises:
             UnsupportedFeature: the graph writes to a tensor in an order that its copy would not keep, or calls
@@ -172,7 +176,8 @@ class DynamoGraph:
         refuse_permuted_writes(graph_module.graph)
         mark_casts(graph_module)
         uses_autocast, unread = is_used(graph_module.graph), unread_call(graph_module)
-        return cls(input_names(graph_module), custom_calls(graph_module), uses_autocast, unread, times_returned)
+        calls, modules = custom_calls(graph_module), module_calls(graph_module.graph)
+        return cls(input_names(graph_module), calls, uses_autocast, unread, times_returned, modules)
 
 
 def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, traced: DynamoGraph) -> JointGraph:
@@ -190,7 +195,7 @@ def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, traced: D
         )
     inputs = tuple(names[i] if i < len(names) else JointInput(node.name, False) for i, node in enumerate(joint.primals))
     times = tuple(_times_returned(node, traced.times_returned) for node in joint.tangents)
-    made = JointGraph(graph_module, num_forward_outputs, inputs, identity, traced.unread_call, times)
+    made = JointGraph(graph_module, num_forward_outputs, inputs, identity, traced.unread_call, times, traced.modules)
     refuse_data_dependent(made, autocast=traced.uses_autocast)
     return made
 

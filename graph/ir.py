@@ -92,10 +92,34 @@ class Op:
     known_workspace_bytes: int = 0
     # Extra bytes of a recomputation: the generator state that is put aside while a random op is replayed.
     known_recompute_workspace_bytes: int = 0
+    # What eager autograd makes of the call. Ops of forward and backward with one `autograd_node` belong to one node of
+    # autograd; `overwrites` is the value in whose storage eager writes the result; `reads_static`: it reads a tensor
+    # that lives during the whole step; `is_unnamed`: no local variable has the result; ops with one `call` are of one
+    # call that the user's code makes.
+    autograd_node: int | None = None
+    overwrites: int | None = None
+    reads_static: bool = False
+    is_unnamed: bool = False
+    call: int | None = None
 
     @property
     def target(self) -> str:
         return self.signature.target
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """What is known of the calls of one submodule.
+
+    Attributes:
+        path: dotted, from the root.
+        why_not: reason against running its forward a second time, or None if the calls show none.
+        is_chain: an `nn.Sequential`, which drops what it hands from child to child as soon as it can.
+    """
+
+    path: str
+    why_not: str | None
+    is_chain: bool
 
 
 @dataclass(frozen=True)
@@ -114,6 +138,7 @@ class OpGraph:
     fingerprint: str
     notes: tuple[str, ...] = field(default=())
     dropped: Mapping[int, str] = field(default_factory=dict)
+    modules: tuple[ModuleCall, ...] = ()  # submodules that the forward calls
 
     @property
     def total_static_bytes(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from placemat.graph.ir import ModuleCall
 from placemat.graph.torch_private import is_tangent, mutated_input_of_output
 
 # Key in `node.meta["custom"]`: which of autocast's caches a cast goes to (see `autocast.mark_casts`).
@@ -40,6 +41,7 @@ class JointGraph:
         unread_call: user's line of a call that makes a tensor which nothing reads, if the forward has one: it is not
             in the graph.
         times_returned: how often the caller has the output of each tangent, and may send a gradient through it.
+        modules: submodules that the forward calls.
     """
 
     graph_module: fx.GraphModule
@@ -48,6 +50,7 @@ class JointGraph:
     fingerprint: str
     unread_call: str | None = None
     times_returned: tuple[int, ...] = ()
+    modules: tuple[ModuleCall, ...] = ()
 
     @property
     def placeholders(self) -> list[fx.Node]:

@@ -23,6 +23,7 @@ from placemat.graph import autocast, batch_norm, eager_lower, gradients, purity
 from placemat.graph.allocator import allocated_bytes
 from placemat.graph.ir import Op, OpGraph, OpSignature, Phase, Role, Value
 from placemat.graph.joint import JointGraph
+from placemat.graph.module_calls import CALL, IN_PLACE, UNNAMED
 from placemat.graph.order import split_phases, writes
 from placemat.graph.signature import signature
 from placemat.graph.sources import module_paths, user_line
@@ -133,6 +134,7 @@ def lower(
         device=device,
         fingerprint=joint.fingerprint,
         notes=eager_lower.notes(graph, device),
+        modules=joint.modules,
     )
     return Lowering(
         joint=joint,
@@ -209,6 +211,11 @@ def _add_call(build: _Builder, node: fx.Node, phase: Phase, device: str, path: s
         source=user_line(node.meta.get("stack_trace")),
         known_workspace_bytes=eager_lower.workspace_bytes(node),
         known_recompute_workspace_bytes=extra,
+        autograd_node=_autograd_node(node),
+        overwrites=_overwrites(build, node, inputs) if phase == "forward" else None,
+        is_unnamed=bool((node.meta.get("custom") or {}).get(UNNAMED)),
+        call=(node.meta.get("custom") or {}).get(CALL),
+        reads_static=any(_is_static(build, n) for n in node.all_input_nodes),
     )
     _append(build, op, node)
 
@@ -218,6 +225,28 @@ def _other_mutated(build: _Builder, node: fx.Node) -> str | None:
     running = {node.args[3], node.args[4]}
     return next(
         (build.mutated_reads[n] for n in node.all_input_nodes if n in build.mutated_reads and n not in running), None
+    )
+
+
+def _autograd_node(node: fx.Node) -> int | None:
+    """Sequence number of the node of autograd that a call belongs to; sums of gradients belong to none."""
+    if node.meta.get("is_gradient_acc"):
+        return None
+    number: int | None = node.meta.get("seq_nr")
+    return number
+
+
+def _overwrites(build: _Builder, node: fx.Node, inputs: tuple[int, ...]) -> int | None:
+    """The value in whose storage eager writes a result, if it has one."""
+    if not (node.meta.get("custom") or {}).get(IN_PLACE) or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    value = build.value_of_node.get(node.args[0])
+    return value if value in inputs else None
+
+
+def _is_static(build: _Builder, node: fx.Node) -> bool:
+    return node not in build.value_of_node and any(
+        t is not None and build.value_of_storage.get(storage_key(t), 0) is None for t in tensors_of(node)
     )
 
 

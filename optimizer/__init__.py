@@ -5,6 +5,8 @@
 
 from placemat.api import apply, frontier, minimum_budget, optimize, plan, restore
 from placemat.baselines import chen_sqrt_n, recompute_all, save_all
+from placemat.checkpoint_modules import CheckpointModules
+from placemat.checkpointing import apply_checkpointing
 from placemat.cost_models import (
     CostFunction,
     CostTable,
@@ -41,6 +43,7 @@ from placemat.verify import Report, verify
 __all__ = [
     "BudgetTooSmall",
     "CaptureError",
+    "CheckpointModules",
     "Compute",
     "ConstraintError",
     "CostFunction",
@@ -71,6 +74,7 @@ __all__ = [
     "UndeclaredGradients",
     "UnsupportedFeature",
     "apply",
+    "apply_checkpointing",
     "chen_sqrt_n",
     "device_spec",
     "frontier",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from placemat.calls import module_digest, the_device
+from placemat.checkpointing import remove_checkpointing
 from placemat.constraints import parse_constraints, parse_patterns
 from placemat.cost_models import CostModel, default_cost_model
 from placemat.cost_models.custom import CostModelLike, as_cost_model
@@ -198,15 +199,17 @@ def apply(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undo `optimize` or `apply`: the module's forward is the original again. Returns the same module.
+    """Undo `optimize`, `apply` or `apply_checkpointing`: the forwards are the original ones again. Returns the model.
 
     Raises:
-        PlacematError: the module is not optimized, or another library has wrapped its forward since.
+        PlacematError: the module is not optimized and nothing in it is wrapped, or another library has wrapped its
+            forward since.
     """
     handle = unwrapped_handle_of(model)
-    if handle is None:
+    if handle is not None:
+        _uninstall(model, handle)
+    elif not remove_checkpointing(model):
         raise PlacematError(f"{type(model).__name__} is not optimized, so there is nothing to restore.")
-    _uninstall(model, handle)
     return model
 
 

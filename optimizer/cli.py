@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("plan", help="plan file")
     show.add_argument("--explain", metavar="NAME", help="why an op, module or source line is kept or recomputed")
     show.add_argument("--table", action="store_true", help="every value, without a limit on rows")
+    show.add_argument("--checkpoint-modules", action="store_true", help="modules to wrap in torch.utils.checkpoint")
     show.add_argument("--diff", metavar="FILE", help="compare with another plan file")
     show.add_argument("--plot", metavar="FILE", help="write the memory over the step as an image")
     show.add_argument("--plot-graph", metavar="FILE", help="write the graph around the peak as an image")
@@ -122,6 +123,8 @@ def _show(options: argparse.Namespace) -> int:
         texts.append(plan.diff(Plan.load(options.diff)))
     if options.table:
         texts.append(plan.table())
+    if options.checkpoint_modules:
+        texts.append(str(plan.checkpoint_modules()))
     if options.plot is not None:
         plan.plot().savefig(options.plot, dpi=120)
     if options.plot_graph is not None:

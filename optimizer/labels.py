@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from placemat.graph.ir import OpGraph, Value
+from placemat.graph.ir import ModuleCall, Op, OpGraph, Value
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,12 @@ class OpLabel:
     phase: str
     module_path: str
     source: str | None
+    why_not: str | None = None
+    autograd_node: int | None = None
+    overwrites: int | None = None
+    reads_static: bool = False
+    is_unnamed: bool = False
+    call: int | None = None
 
 
 @dataclass(frozen=True)
@@ -28,20 +34,37 @@ class ValueLabel:
 
 @dataclass(frozen=True, repr=False)
 class Labels:
-    """One label per op and per value of a problem, in its order."""
+    """One label per op and per value of a problem, in its order; the submodules that the forward calls."""
 
     ops: tuple[OpLabel, ...]
     values: tuple[ValueLabel, ...]
+    modules: tuple[ModuleCall, ...] = ()
 
     @classmethod
     def of(cls, graph: OpGraph) -> Labels:
         return cls(
-            tuple(OpLabel(op.target, op.phase, op.module_path, op.source) for op in graph.ops),
+            tuple(_op_label(op) for op in graph.ops),
             tuple(ValueLabel(category(graph, v), v.shape, v.dtype) for v in graph.values),
+            graph.modules,
         )
 
     def __repr__(self) -> str:
         return f"Labels({len(self.ops)} ops, {len(self.values)} values)"
+
+
+def _op_label(op: Op) -> OpLabel:
+    return OpLabel(
+        op.target,
+        op.phase,
+        op.module_path,
+        op.source,
+        op.why_not,
+        op.autograd_node,
+        op.overwrites,
+        op.reads_static,
+        op.is_unnamed,
+        op.call,
+    )
 
 
 def category(graph: OpGraph, value: Value) -> str:

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
-from placemat import diff, explain, notebook, op_table, plan_content, plan_file, plot_graph, plots, summary
+from placemat import (
+    checkpoint_modules,
+    diff,
+    explain,
+    notebook,
+    op_table,
+    plan_content,
+    plan_file,
+    plot_graph,
+    plots,
+    summary,
+)
 from placemat.cost_models.base import Costs
 from placemat.decisions import Decision, decide
 from placemat.graph.ir import OpGraph
@@ -21,6 +32,8 @@ from placemat.simulate import Simulation, simulate
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from placemat.checkpoint_modules import CheckpointModules
 
 _MAX_PRINTED_ROWS = 60
 
@@ -150,6 +163,24 @@ class Plan:
         Plans for different graphs are compared by their figures and module by module.
         """
         return diff.diff(self, other)
+
+    def checkpoint_modules(self, *, time_limit_s: float = 60.0, gap: float = 0.0) -> CheckpointModules:
+        """The submodules to wrap in `torch.utils.checkpoint(..., use_reentrant=False)` for the least extra time under
+        the plan's budget, for those who need eager: give them to `apply_checkpointing`, in place of `apply`.
+
+        A wrapped module's forward runs again, up to the last tensor that its backward needs, when backward enters it.
+        The plan itself, which decides tensor by tensor, costs less and reaches smaller peaks. Runs nothing, and works
+        for plans from files.
+
+        Args:
+            time_limit_s, gap: when the solver may stop, as for `plan`; it has to prove what it returns.
+
+        Raises:
+            BudgetTooSmall: no set of modules fits; with the smallest peak that one reaches.
+            ConstraintError: what the plan's `recompute=` names can be dropped by wrapping no module.
+            SolverFailed: nothing was proven in time.
+        """
+        return checkpoint_modules.choose_modules(self, time_limit_s, gap)
 
     def plot(self, axes: Axes | None = None) -> Figure:
         """Memory over the step's predicted time by category, with the budget, the peak, recomputations shaded, and the

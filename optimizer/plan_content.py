@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_origin
 
 from placemat.decisions import Decision
 from placemat.graph.errors import InvalidSchedule, PlacematError
+from placemat.graph.ir import ModuleCall
 from placemat.labels import Labels, OpLabel, ValueLabel
 from placemat.problem import Problem, ProblemOp, ProblemValue
 from placemat.schedule import Compute, Free, Schedule
@@ -33,6 +34,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         "dropped": sorted(plan.problem.dropped),
         "ops": _rows(ProblemOp, OpLabel, plan.problem.ops, plan.labels.ops),
         "values": _rows(ProblemValue, ValueLabel, plan.problem.values, plan.labels.values),
+        "modules": [[m.path, m.why_not, m.is_chain] for m in plan.labels.modules],
     }
     del content["labels"]
     return content
@@ -92,7 +94,8 @@ def _problem(content: dict[str, Any]) -> tuple[Problem, Labels]:
     ops, op_labels = _split(ProblemOp, OpLabel, content["ops"])
     values, value_labels = _split(ProblemValue, ValueLabel, content["values"])
     problem = Problem(ops, values, content["border"], content["static_bytes"], frozenset(content["dropped"]))
-    return problem, Labels(op_labels, value_labels)
+    modules = tuple(ModuleCall(path, why_not, is_chain) for path, why_not, is_chain in content["modules"])
+    return problem, Labels(op_labels, value_labels, modules)
 
 
 def _split(kind: type, label_kind: type, table: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -69,6 +70,9 @@ def test_plan_and_show(planned: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert shown["breakdown"] == plan.breakdown
     assert cli.main(["show", "plan.json", "--explain", "2", "--diff", "plan.json"]) == cli.DONE
     assert capsys.readouterr().out == f"{plan.explain('2')}\n\n{plan.diff(plan)}\n"
+    Plan.save(dataclasses.replace(plan, budget_bytes=2**30), "ample.json")
+    assert cli.main(["show", "ample.json", "--checkpoint-modules"]) == cli.DONE
+    assert "none: the step fits as it is" in capsys.readouterr().out
 
 
 def test_images(planned: Path) -> None:

@@ -409,14 +409,14 @@ def test_reformatted_files_are_accepted(saved: Path) -> None:
 
 
 def test_newer_files_are_a_mismatch(saved: Path) -> None:
-    rewrite(saved, lambda body: body.update(schema=3), sign=True)
-    with pytest.raises(PlanMismatch, match="newer placemat: its schema is 3, this version reads 2"):
+    rewrite(saved, lambda body: body.update(schema=4), sign=True)
+    with pytest.raises(PlanMismatch, match="newer placemat: its schema is 4, this version reads 3"):
         Plan.load(saved)
 
 
 def test_older_files_are_a_mismatch(saved: Path) -> None:
-    rewrite(saved, lambda body: body.update(schema=1), sign=True)
-    with pytest.raises(PlanMismatch, match=r"older placemat: its schema is 1, this version reads 2\. Plan again"):
+    rewrite(saved, lambda body: body.update(schema=2), sign=True)
+    with pytest.raises(PlanMismatch, match=r"older placemat: its schema is 2, this version reads 3\. Plan again"):
         Plan.load(saved)
 
 
