@@ -18,6 +18,26 @@ aten = torch.ops.aten
 # Views that show an element several times: their backward sums.
 _REPEATING = (aten.unfold.default, aten.expand.default, aten.as_strided.default)
 
+_BACKWARDS_OF_VIEWS = frozenset(
+    {
+        aten.slice_backward.default,
+        aten.select_backward.default,
+        aten.diagonal_backward.default,
+        aten.cat.default,
+        aten.stack.default,
+        aten.view.default,
+        aten._unsafe_view.default,
+        aten.clone.default,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.t.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+        aten._to_copy.default,
+    }
+)
+
 
 def split_gradients(joint: JointGraph) -> Mapping[int, str]:
     """Position among the user's outputs of a view of an input -> what it is, where its gradient would round otherwise.
@@ -40,10 +60,18 @@ def split_gradients(joint: JointGraph) -> Mapping[int, str]:
             continue
         for tensor in tensors_of(node):
             name, gradient = inputs.get(storage_key(tensor), ("", None)) if tensor is not None else ("", None)
-            if gradient is not None and (gradient.target is aten.add.Tensor or _sums_twice(node)):
+            if gradient is not None and (_is_sum(gradient) or _sums_twice(node)):
                 where = user_line(node.meta.get("stack_trace")) or "an unknown line"
                 found[position - len(mutated)] = f"a view of input {name}, made at {where}"
     return found
+
+
+def _is_sum(gradient: fx.Node) -> bool:
+    """Whether a gradient has several terms: in the input's shape, or in that of a view that the forward reads."""
+    node = gradient
+    while node.target in _BACKWARDS_OF_VIEWS:
+        node = node.all_input_nodes[0]
+    return node.target is aten.add.Tensor
 
 
 def _sums_twice(view: fx.Node) -> bool:

@@ -215,7 +215,8 @@ def input_names(graph_module: fx.GraphModule) -> list[JointInput]:
         text = tidy(text.replace("L['args']", "args").replace("L['kwargs']", "kwargs"))
         tensor = getattr(example, "example", None)
         is_leaf = isinstance(tensor, torch.Tensor) and tensor.is_leaf and not tensor._is_view()
-        names.append(JointInput(text, isinstance(tensor, torch.nn.Parameter), is_leaf))
+        requires_grad = isinstance(tensor, torch.Tensor) and tensor.requires_grad
+        names.append(JointInput(text, isinstance(tensor, torch.nn.Parameter), is_leaf, requires_grad))
     return names
 
 

@@ -27,6 +27,7 @@ class JointInput:
     name: str
     is_parameter: bool
     is_leaf: bool = False
+    requires_grad: bool = False
 
 
 @dataclass(frozen=True)

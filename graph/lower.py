@@ -379,6 +379,8 @@ def _add_border(build: _Builder) -> int:
     tangents, copied_bytes = _add_tangents(build, index)
     if copied_bytes and build.loss.tangents_held:
         tangents.append(_new_value(build, "copied_tangents", copied_bytes, index, "tangent", pinned=True))
+    if view_bytes := _view_gradient_bytes(build):
+        tangents.append(_new_value(build, "gradients_of_views", view_bytes, index, "gradient", pinned=True))
     if build.loss.held_bytes:
         tangents.append(_new_value(build, "loss", build.loss.held_bytes, index, "output", pinned=True))
     passing_bytes = 0 if build.loss.tangents_held else copied_bytes
@@ -411,6 +413,22 @@ def _add_tangents(build: _Builder, border: int) -> tuple[list[int], int]:
         build.base_of_value[value] = node
         tangents.append(value)
     return tangents, copied_bytes
+
+
+def _view_gradient_bytes(build: _Builder) -> int:
+    """Bytes of gradients that autograd makes for inputs of which the forward returns views.
+
+    Such views are made outside of the captured region. Their backward runs before the region's own, and makes gradients
+    as large as the inputs, which wait for what the region adds. Every view may have a gradient, too.
+    """
+    joint = build.joint
+    trained = [n for n, known in zip(joint.primals, joint.inputs, strict=True) if known.requires_grad]
+    inputs = {storage_key(t): t for n in trained for t in tensors_of(n) if t is not None}
+    views = [n for i, n in enumerate(joint.forward_outputs) if isinstance(n, fx.Node) and i not in joint.mutated_inputs]
+    seen = [t for n in views if n.op == "call_function" for t in tensors_of(n) if t is not None]
+    of_inputs = [t for t in seen if storage_key(t) in inputs]
+    whole = {storage_key(t): inputs[storage_key(t)] for t in of_inputs}
+    return sum(t.numel() * t.element_size() for t in (*of_inputs, *whole.values()))
 
 
 def _add_accumulate(build: _Builder, accumulate_grad: bool) -> None:

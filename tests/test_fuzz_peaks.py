@@ -32,7 +32,17 @@ def _noisy(layer: nn.Module, x: Tensor) -> Tensor:
     return (layer(x) * torch.normal(x, 0.5)).square().mean()
 
 
+def _view_of_trained_input(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    return [x[:, 1:], layer(x).sin()]
+
+
 CASES = {
+    "a view of an input that has a gradient": (
+        lambda: nn.Linear(8, 8),
+        _view_of_trained_input,
+        torch.randn(64, 8).requires_grad_(),
+        lambda out: out[0].square().mean() + out[1].square().mean(),
+    ),
     "a part of a storage is overwritten": (lambda: nn.Linear(8, 4), _overwritten_part, torch.randn(16, 5, 8), None),
     "float32 statistics of a 16-bit norm": (lambda: nn.LayerNorm(8), _halves, torch.randn(64, 8).bfloat16(), None),
     "an output whose strides leave gaps": (
@@ -98,8 +108,14 @@ def _returns_view(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return layer(x) + layer(x.sin()), x.unfold(-1, 2, 1)
 
 
-def test_gradient_through_a_view_of_an_input_among_others_is_refused():
-    model, x = Applied(nn.Linear(8, 8), _returns_view), torch.randn(4, 8, requires_grad=True)
+def _returns_slice_that_it_reads_twice(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    part = x[1:]
+    return layer(part) + layer(part.sin()), part
+
+
+@pytest.mark.parametrize("function", [_returns_view, _returns_slice_that_it_reads_twice])
+def test_gradient_through_a_view_of_an_input_among_others_is_refused(function):
+    model, x = Applied(nn.Linear(8, 8), function), torch.randn(4, 8, requires_grad=True)
     placemat.optimize(model, example_args=(x,), budget_fraction=0.0, time_limit_s=5)
     out, view = model(x)
     with pytest.raises(placemat.UnsupportedFeature, match=r"view of input .*test_fuzz_peaks\.py.*clone\(\)"):
