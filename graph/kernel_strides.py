@@ -85,6 +85,7 @@ _RULES: dict[Any, Callable[..., _Strides]] = {
     aten.huber_loss.default: lambda shape, x, *_: _like(x) if tuple(x.shape) == shape else _contiguous(shape),
     aten.binary_cross_entropy.default: lambda shape, x, *_: _like(x) if len(shape) else _contiguous(shape),
     aten.binary_cross_entropy_backward.default: lambda shape, grad, x, *_: _like(x),
+    aten._prelu_kernel_backward.default: lambda shape, grad, x, weight: _elementwise(x, weight, grad),
     aten._prelu_kernel.default: lambda shape, x, weight: _like(x),
     aten._native_batch_norm_legit_functional.default: lambda shape, x, *_: _suggested(x),
     aten._native_batch_norm_legit.no_stats: lambda shape, x, *_: _suggested(x),
@@ -94,6 +95,9 @@ _RULES: dict[Any, Callable[..., _Strides]] = {
     aten.replication_pad2d_backward.default: lambda shape, grad, x, *_: _suggested(x),
     aten.replication_pad3d_backward.default: lambda shape, grad, x, *_: _suggested(x),
     aten.max_unpool2d.default: lambda shape, x, *_: _suggested(x, shape),
+    aten.rrelu_with_noise_backward.default: lambda shape, grad, x, noise, lower, upper, training, *_: (
+        _elementwise(noise, grad) if training else _reversed(grad, x)
+    ),
     aten.roll.default: lambda shape, x, *_: _suggested(x),
     aten.index.Tensor: lambda shape, x, indices: _indexed(x, indices),
     aten.channel_shuffle.default: lambda shape, x, groups: _suggested(x),
@@ -104,6 +108,9 @@ _CONTIGUOUS = frozenset(
         aten.pow.Scalar,
         aten.masked_fill.Scalar,
         aten.log_sigmoid_forward.default,
+        aten.normal.Tensor_Tensor,
+        aten.normal.float_Tensor,
+        aten._standard_gamma.default,
         aten.mse_loss_backward.default,
         aten.smooth_l1_loss_backward.default,
         aten.huber_loss_backward.default,
@@ -162,10 +169,11 @@ def true_strides() -> Iterator[None]:
         yield
 
 
-# Results of their forms without a write are contiguous, whatever the layout of what they overwrite (measured).
+# Results of their forms without a write are contiguous, whatever the layout of what they overwrite (measured). Eager's
+# rrelu is contiguous; the one without a write to its noise, which a trace has, is not.
 _MAKES_CONTIGUOUS = frozenset(
     """masked_fill_ masked_scatter_ index_copy_ index_add_ index_reduce_ scatter_ scatter_add_ scatter_reduce_ cumsum_
-    tril_ triu_ renorm_ addmm_ rrelu_""".split()
+    tril_ triu_ renorm_ addmm_ rrelu_ rrelu""".split()
 )
 
 
@@ -185,9 +193,9 @@ def refuse_permuted_writes(dynamo_graph: fx.Graph) -> None:
         written = node.args[0].meta.get("example_value") if isinstance(node.args[0], fx.Node) else None
         if isinstance(written, torch.Tensor) and not written.is_contiguous() and is_dense(written):
             where = user_line(node.meta.get("stack_trace")) or "an unknown line"
+            instead = f"{name[:-1]}() without the underscore, or " if name.endswith("_") else ""
             raise UnsupportedFeature(
                 f"the forward calls {name}() at {where} on a tensor that is not contiguous (strides "
-                f"{tuple(written.stride())}): a captured step has a new tensor there, in another order of memory, and "
-                f"what reads it would round otherwise. Remedy: {name[:-1]}() without the underscore, or .contiguous() "
-                "before it."
+                f"{tuple(written.stride())}): a captured step has a new tensor there, in another order of memory than "
+                f"eager's, and what reads it would round otherwise. Remedy: {instead}.contiguous() before it."
             )

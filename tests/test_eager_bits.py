@@ -156,6 +156,14 @@ def test_write_into_a_permuted_tensor_is_refused_where_its_copy_would_have_anoth
         )
 
 
+def test_rrelu_of_a_permuted_tensor_is_refused():
+    model = Applied(_linear(), lambda layer, x: F.rrelu(layer(x).t(), training=True).square().sum())
+    with pytest.raises(
+        placemat.UnsupportedFeature, match=r"rrelu\(\) at .*test_eager_bits\.py.*Remedy: \.contiguous\(\)"
+    ):
+        placemat.optimize(model, example_args=(_numbers(4, 8),), budget_fraction=0.0, time_limit_s=5)
+
+
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_every_occurrence_of_an_output_has_room_for_a_gradient(fraction):
     def forward(layer: nn.Module, x: Tensor) -> dict[str, object]:

@@ -39,6 +39,11 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], int, bool]] = {
     "huber_loss": (lambda a, b: aten.huber_loss.default(a, b, 0, 1.0), 2, False),
     "mse_loss_backward": (lambda a, b: aten.mse_loss_backward.default(a, b, b, 0), 2, False),
     "smooth_l1_loss_backward": (lambda a, b: aten.smooth_l1_loss_backward.default(a, b, b, 0, 1.0), 2, False),
+    "rrelu_backward": (
+        lambda a, b: aten.rrelu_with_noise_backward.default(a, b, torch.zeros(a.shape), 0.1, 0.3, True, False),
+        2,
+        False,
+    ),
     "softmax_backward": (lambda a, b: aten._log_softmax_backward_data.default(a, b, -1, torch.float32), 2, False),
 }
 
