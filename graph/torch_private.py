@@ -1,6 +1,7 @@
 """Every private name of PyTorch that placemat touches, and the versions in which it was seen to work (2.13.0).
 
-Nothing else in placemat imports from `torch._*`. docs/design.md says why this route was chosen over the public ones.
+Nothing else in placemat imports from `torch._*`, but for Inductor's names in `torch_inductor`. docs/design.md says why
+this route was chosen over the public ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
@@ -50,6 +52,7 @@ __all__ = [
     "forget_compiled",
     "has_autocast_rule",
     "inside_functorch",
+    "is_compiled_wrapper",
     "is_profiling",
     "is_tangent",
     "mutated_input_of_output",
@@ -360,6 +363,11 @@ def has_autocast_rule(op: Any, device: str) -> bool:
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_compiled_wrapper(model: object) -> bool:
+    """Whether a module is what `torch.compile` makes of another one."""
+    return isinstance(model, OptimizedModule)
 
 
 def below_transforms(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 
 from placemat.calls import module_digest, the_device
 from placemat.checkpointing import remove_checkpointing
+from placemat.compilers import check_compiler, refuse_compiled
 from placemat.constraints import parse_constraints, parse_patterns
 from placemat.cost_models import CostModel, default_cost_model
 from placemat.cost_models.custom import CostModelLike, as_cost_model
@@ -43,6 +44,7 @@ def optimize(
     time_limit_s: float = 60.0,
     gap: float = 0.01,
     progress: bool | Progress | None = None,
+    compiler: str = "eager",
 ) -> nn.Module:
     """Make training steps of `model` fit a budget at the least extra time, in place; returns the same module.
 
@@ -75,6 +77,11 @@ def optimize(
         progress: None shows a bar on standard error if that is a terminal and planning takes over two seconds; True
             prints a line per stage instead, a function gets the lines, False is silence. The lines also go to the
             logger "placemat", at level INFO.
+        compiler: "eager" runs the plan op by op, with eager's kernels and bits. "inductor" has the planned forward and
+            backward compiled by PyTorch's Inductor (on the CPU that takes a C++ compiler, and half a minute or more):
+            what is handed from one to the other is what the plan keeps, random numbers are eager's, all else rounds as
+            under `torch.compile`, and the peak inside of each is Inductor's affair. Then no call that wants gradients
+            runs the original forward.
 
     Raises:
         ConstraintError: an entry of `keep` or `recompute` matches nothing, contradicts another, or asks for what
@@ -82,7 +89,7 @@ def optimize(
         BudgetTooSmall: with the smallest budget, its decomposition, the op that binds and its source line.
         CaptureError: the forward is not one graph; names the user's file and line.
         UnsupportedFeature, SolverFailed: see their messages.
-        PlacematError: the budget is no size.
+        PlacematError: the budget is no size, or there is no such compiler.
     """
     planner = _planner(
         model,
@@ -101,7 +108,7 @@ def optimize(
         gap=gap,
         progress=progress,
     )
-    handle = Handle(model, planner)
+    handle = Handle(model, planner, check_compiler(compiler))
     if example_args is not None or example_kwargs is not None:
         args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
         handle.remember(planner.plan(model, original_forward(model), args, kwargs, handle.kept, known={}), args, kwargs)
@@ -177,22 +184,29 @@ def frontier(
     return planner.frontier(model, original_forward(model), args, kwargs, points)
 
 
-def apply(model: nn.Module, plan: Plan) -> nn.Module:
+def apply(model: nn.Module, plan: Plan, *, compiler: str = "eager") -> nn.Module:
     """Follow a plan that was made before, perhaps in another process; in place, returns the same module.
 
+    Args:
+        model: the module that the plan was made for.
+        plan: from `plan`, `frontier` or `Plan.load`.
+        compiler: what runs the planned steps, see `optimize`.
+
     Raises:
+        PlacematError, UnsupportedFeature: there is no such compiler, or it cannot take this model.
         PlanMismatch: the module's parameters are not those that the plan is for. Whether the graph and the shapes are
             is seen at the first training call, which raises PlanMismatch too if they are not.
     """
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
         raise PlacematError(f"apply(model, plan) got {type(model).__name__} and {type(plan).__name__}.")
+    refuse_compiled(model)
     digest = module_digest(model)
     if digest != plan.module_digest:
         raise PlanMismatch(
             f"the plan is for a module with other parameters or buffers (digest {plan.module_digest[:12]}, this one "
             f"has {digest[:12]}). Remedy: build the model as it was when the plan was made, or plan() again."
         )
-    handle = Handle(model, None)
+    handle = Handle(model, None, check_compiler(compiler))
     handle.add_plan(plan)
     _install(model, handle)
     return model
@@ -286,6 +300,7 @@ def _check_arguments(
     """Refuse what is of the wrong kind, before anything is done with it."""
     if not isinstance(model, nn.Module):
         raise PlacematError(f"expected a torch.nn.Module, got {type(model).__name__}.")
+    refuse_compiled(model)
     if args is not None and not isinstance(args, (tuple, list)):
         raise PlacematError(
             f"example_args must be a tuple of positional arguments, got {type(args).__name__}: write (x,)."

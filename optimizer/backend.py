@@ -31,10 +31,15 @@ from placemat.tied_weights import TiedWeights, tied_leaves
 # From the joint graph that is being compiled to its lowering under the plan, and the plan's schedule.
 Planner = Callable[[JointGraph], tuple[Lowering, Schedule]]
 
+# From an emitted graph and its name, "forward" or "backward", to the function that runs it.
+Function = Callable[[fx.GraphModule, str], Boxed]
+
 
 class Backend:
     """A Dynamo backend for one module. `before_backward` runs when a backward begins. Neither it nor `planner` may hold
     the module: Dynamo's cache would keep it alive.
+
+    `compiler` is called for each graph that is compiled and gives what makes functions of its forward and backward.
 
     `refuse_shared` is `KeptModules.refuse_shared` of the module, and must not hold it either.
 
@@ -47,10 +52,12 @@ class Backend:
         planner: Planner,
         before_backward: Callable[[], None],
         refuse_shared: Callable[[fx.GraphModule], None],
+        compiler: Callable[[], Function] = lambda: boxed_function,
     ) -> None:
         self.planner = planner
         self.before_backward = before_backward
         self.refuse_shared = refuse_shared
+        self.compiler = compiler
         self.shared_casts = SharedCasts()
         self.tied_weights = TiedWeights()
         self.runs = 0
@@ -61,6 +68,7 @@ class Backend:
         self.refuse_shared(graph_module)
         traced = DynamoGraph.of(graph_module)
         emitted: dict[str, Any] = {}
+        function = self.compiler()
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
             made = make_joint(joint, num_fwd_outputs, traced)
@@ -69,7 +77,7 @@ class Backend:
             leaves = [p for p, known in zip(made.primals, made.inputs, strict=True) if known.is_leaf]
             emitted["shares"] = lowering.graph.device if casts_outlive_forward(leaves) else None
             step = emit(lowering, schedule)
-            emitted["backward"] = _backward(step, lowering)
+            emitted["backward"] = _backward(step, lowering, function)
             emitted["split"] = split_gradients(made)
             emitted["tied"] = tied_leaves(made)
             self.compilations += 1
@@ -77,7 +85,7 @@ class Backend:
 
         def compile_forward(forward: fx.GraphModule, example_inputs: Any) -> Boxed:
             emitted["region"] = torch_private.clear_donated_buffers()
-            return self._counted(boxed_function(forward, "forward"))
+            return self._counted(function(forward, "forward"))
 
         def compile_backward(backward: fx.GraphModule, example_inputs: Any) -> Any:
             torch_private.clear_donated_buffers()
@@ -159,7 +167,7 @@ class _Arrival:
     as_traced: bool
 
 
-def _backward(step: EmittedStep, lowering: Lowering) -> Boxed:
+def _backward(step: EmittedStep, lowering: Lowering, function: Function) -> Boxed:
     """The backward, specialized on demand for the tangents that arrive.
 
     The plan covers the case that all tangents it knows are there; with fewer, calls only fall away.
@@ -176,7 +184,7 @@ def _backward(step: EmittedStep, lowering: Lowering) -> Boxed:
         arrival = _Arrival(present, as_traced)
         if arrival not in variants:
             _check_tangents(present, planned)
-            variants[arrival] = _specialized(step, arrival)
+            variants[arrival] = function(_specialized(step, arrival), "backward")
         return variants[arrival](args)
 
     backward._boxed_call = True  # type: ignore[attr-defined]
@@ -193,7 +201,7 @@ def _check_tangents(present: Sequence[bool], planned: frozenset[int]) -> None:
         )
 
 
-def _specialized(step: EmittedStep, arrival: _Arrival) -> Boxed:
+def _specialized(step: EmittedStep, arrival: _Arrival) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(step.backward.graph, copies))
@@ -204,7 +212,7 @@ def _specialized(step: EmittedStep, arrival: _Arrival) -> Boxed:
     gradients.prune_tangents(graph, absent)
     if not arrival.as_traced:
         _reshape_gradients(graph, tangents)
-    return boxed_function(fx.GraphModule(step.backward, graph), "backward")
+    return fx.GraphModule(step.backward, graph)
 
 
 def _reshape_gradients(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from placemat.backend import Backend
 from placemat.calls import call_difference, describe_call, is_trainable
+from placemat.compilers import COMPILERS, EAGER, refuse_kept
 from placemat.gradient_watch import GradientWatch
 from placemat.graph import torch_private
 from placemat.graph.autocast import is_inside_region
@@ -38,6 +39,13 @@ log = logging.getLogger("placemat")
 _MANY_COMPILATIONS = (8, 32, 128, 512)
 
 
+# The user's torch.compile around an optimized module: a graph ends before it and another begins behind it.
+_own_compilation = torch.compiler.disable(
+    reason="a module that placemat optimized is compiled by itself, under its plan, and cannot be part of a larger "
+    "graph. Remedy: compile what is around it without fullgraph=True, or placemat.restore(model)."
+)
+
+
 class _Unplanned(Interrupt):
     """The graph that is being compiled has no plan yet."""
 
@@ -51,11 +59,13 @@ class Handle:
         planner: makes a plan for a call that has none, or None when the plan was given and must fit (`apply`).
         plans: graph fingerprint -> Plan.
         plan: the latest plan, or None before the first one.
+        compiler: what runs planned steps, see `compilers`.
         bypassed: calls run the original forward, whatever the plan (see `original_forwards`).
     """
 
-    def __init__(self, module: nn.Module, planner: Planner | None) -> None:
+    def __init__(self, module: nn.Module, planner: Planner | None, compiler: str) -> None:
         self.module = module
+        self.compiler = compiler
         self.replaced = module.__dict__.get("forward")
         self.planner = planner
         self.plans: dict[str, Plan] = {}
@@ -67,7 +77,9 @@ class Handle:
         self._decisions: dict[Any, bool] = {}  # call key -> whether the original forward runs
         self._entry = make_entry()
         self._gradients = GradientWatch(self)
-        self._backend = Backend(_weak_planner(self), self._gradients.before_backward, _weak_refusal(self))
+        self._backend = Backend(
+            _weak_planner(self), self._gradients.before_backward, _weak_refusal(self), COMPILERS[self.compiler]
+        )
         self._kept: KeptModules | None = None
         self.bypassed = False
         self._compiled = torch.compile(self._entry, backend=self._backend, fullgraph=True, dynamic=False)
@@ -93,7 +105,7 @@ class Handle:
         return getattr(self.original, "__code__", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: self.__dict__[k] for k in ("module", "replaced", "planner", "plans", "plan")}
+        return {k: self.__dict__[k] for k in ("module", "replaced", "planner", "plans", "plan", "compiler")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -106,6 +118,8 @@ class Handle:
             options = next(iter(self.plans.values())).options if self.planner is None else {}
             patterns = options.get("keep_eager", ()) if self.planner is None else self.planner.keep_eager
             self._kept = KeptModules.find(self.module, patterns)
+            if self.compiler != EAGER:
+                refuse_kept(self._kept.modules)
         return self._kept
 
     def add_plan(self, plan: Plan) -> None:
@@ -119,11 +133,23 @@ class Handle:
     def remember(self, plan: Plan, args: Any, kwargs: Any) -> None:
         """Take a plan for calls like this one."""
         self.add_plan(plan)
-        self._decisions[call_key(self.module, args, kwargs)] = plan.runs_original
+        self._decisions[call_key(self.module, args, kwargs)] = self._runs_original(plan)
+
+    def _runs_original(self, plan: Plan) -> bool:
+        """Whether calls of a plan run the original forward; not if somebody asked for a compiler."""
+        return plan.runs_original and self.compiler == EAGER
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.bypassed or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
+        key = self._planned_key(args, kwargs)
+        if key is None:
+            return self.original(*args, **kwargs)
+        return self._run_planned(key, args, kwargs)
+
+    @_own_compilation
+    def _planned_key(self, args: Any, kwargs: Any) -> Any:
+        """The key of a call that a plan serves; None if the original forward does."""
         if torch_private.inside_functorch():
             raise UnsupportedFeature(
                 "torch.func transforms (grad, vmap, jvp) over an optimized module are not supported. Remedy: "
@@ -133,10 +159,7 @@ class Handle:
         if key not in self._decisions:
             with self._compared(args, kwargs):
                 self._decisions[key] = self._decide(args, kwargs)
-        if self._decisions[key]:
-            return self.original(*args, **kwargs)
-        self._gradients.before_forward()
-        return self._run_planned(key, args, kwargs)
+        return None if self._decisions[key] else key
 
     @contextlib.contextmanager
     def _compared(self, args: Any, kwargs: Any) -> Iterator[None]:
@@ -155,16 +178,18 @@ class Handle:
             return True
         if self.planner is None:
             (plan,) = self.plans.values()
-            if plan.runs_original:
+            if self._runs_original(plan):
                 _check_fingerprint(plan, capture(self.original, args, kwargs, self.kept).fingerprint)
-            return plan.runs_original
+            return self._runs_original(plan)
         plan = self.planner.plan(self.module, self.original, args, kwargs, self.kept, known=self.plans)
         if plan.fingerprint not in self.plans and self.plans:
             log.warning("placemat: new input shapes or flags, planned again under the same budget: %r", plan)
         self.add_plan(plan)
-        return plan.runs_original
+        return self._runs_original(plan)
 
+    @_own_compilation
     def _run_planned(self, key: Any, args: Any, kwargs: Any) -> Any:
+        self._gradients.before_forward()
         try:
             return self._run_compiled(args, kwargs)
         except _Unplanned:  # Python state outside the arguments has changed what the forward does

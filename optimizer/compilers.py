@@ -1,0 +1,58 @@
+"""Compilers: what makes functions of the two graphs that a plan is emitted as, by the name that users give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from placemat.backend import Function
+from placemat.codegen import boxed_function
+from placemat.graph.errors import PlacematError, UnsupportedFeature
+from placemat.graph.torch_private import is_compiled_wrapper
+from placemat.inductor import Inductor
+
+EAGER = "eager"
+INDUCTOR = "inductor"
+
+# Name -> what to call for each graph that is compiled.
+COMPILERS: dict[str, Callable[[], Function]] = {
+    EAGER: lambda: boxed_function,
+    INDUCTOR: lambda: Inductor.present().function,
+}
+
+
+def check_compiler(name: object) -> str:
+    """The name of a compiler.
+
+    Raises:
+        PlacematError: it is none.
+    """
+    if not isinstance(name, str) or name not in COMPILERS:
+        raise PlacematError(f"compiler={name!r} is none of {', '.join(map(repr, COMPILERS))}.")
+    return name
+
+
+def refuse_kept(paths: Iterable[str]) -> None:
+    """Refuse modules that are kept eager: they are Python, which no compiler takes.
+
+    Raises:
+        UnsupportedFeature: there are some.
+    """
+    if found := sorted(paths):
+        raise UnsupportedFeature(
+            f'{found[0]!r} is kept eager (keep_eager=, or a recurrent layer), which compiler="inductor" cannot do. '
+            'Remedy: compiler="eager", or optimize the submodules around it.'
+        )
+
+
+def refuse_compiled(model: object) -> None:
+    """Refuse a wrapper of `torch.compile`: its forward leads to compiled code, and not to the user's.
+
+    Raises:
+        UnsupportedFeature: it is one.
+    """
+    if is_compiled_wrapper(model):
+        raise UnsupportedFeature(
+            "torch.compile(model) gives a wrapper in which there is nothing to plan. Remedy: optimize the model before "
+            'it is compiled; for Inductor\'s code under a plan, placemat.optimize(model, ..., compiler="inductor") '
+            "instead of torch.compile."
+        )
