@@ -38,8 +38,8 @@ def refuse_guessed_masks(graph_module: fx.GraphModule, files_that_asked: Iterabl
         if mask is not None and _is_repeated(node.args[1] if len(node.args) > 1 else node.kwargs["key"]):
             raise UnsupportedFeature(
                 "the model's library asks whether it is compiled, and then makes an attention mask that it does "
-                "without in eager if nothing is hidden; with keys and values that query heads share, gradients would round "
-                f"otherwise. At {user_line(node.meta.get('stack_trace')) or 'an unknown line'}. Remedy: set the "
+                "without in eager if nothing is hidden; with keys and values that query heads share, gradients would "
+                f"round otherwise. At {user_line(node.meta.get('stack_trace')) or 'an unknown line'}. Remedy: set the "
                 "environment variable TRANSFORMERS_SDPA_FORCE_GQA=1, with which the mask changes no bit; or "
                 'attn_implementation="eager"; or pass a mask of four dimensions.'
             )
