@@ -50,7 +50,7 @@ def install(version: str, folder: Path) -> Path:
     python = folder / "bin" / "python"
     constraints = folder / "constraints.txt"
     constraints.write_text(constraints_without_torch())
-    command = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--disable-pip-version-check"]
+    command = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-compile"]
     subprocess.run([*command, "-c", constraints, f"torch=={version}", *TOOLS, "-e", ROOT], check=True)
     return python
 
