@@ -131,11 +131,12 @@ def _questions_noted() -> Iterator[None]:
         present(translator)
 
     _FILES_THAT_ASKED.clear()
-    InstructionTranslatorBase.mark_inconsistent_side_effects = noted  # type: ignore[method-assign]
+    owner: Any = InstructionTranslatorBase
+    owner.mark_inconsistent_side_effects = noted
     try:
         yield
     finally:
-        InstructionTranslatorBase.mark_inconsistent_side_effects = present  # type: ignore[method-assign]
+        owner.mark_inconsistent_side_effects = present
 
 
 def files_that_asked() -> frozenset[str]:

@@ -92,8 +92,8 @@ def t5() -> Workload:
         num_decoder_layers=2,
         num_heads=4,
         use_cache=False,
-        decoder_start_token_id=0,
     )
+    config.decoder_start_token_id = 0
     with seeded(0):
         return _with_labels(T5ForConditionalGeneration(config), _ids(4, 64))
 
@@ -111,8 +111,8 @@ def vit() -> Workload:
         patch_size=4,
         hidden_dropout_prob=0.1,
         problem_type="single_label_classification",
-        num_labels=10,
     )
+    config.num_labels = 10
     with seeded(0):
         images, labels = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
         return Workload(ViTForImageClassification(config).train(), (), {"pixel_values": images, "labels": labels}, None)
@@ -128,8 +128,8 @@ def convnext() -> Workload:
         image_size=32,
         drop_path_rate=0.1,
         problem_type="single_label_classification",
-        num_labels=10,
     )
+    config.num_labels = 10
     with seeded(0):
         images, labels = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
         model = ConvNextForImageClassification(config)

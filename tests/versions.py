@@ -50,8 +50,8 @@ def install(version: str, folder: Path) -> Path:
     python = folder / "bin" / "python"
     constraints = folder / "constraints.txt"
     constraints.write_text(constraints_without_torch())
-    command = [python, "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-compile"]
-    subprocess.run([*command, "-c", constraints, f"torch=={version}", *TOOLS, "-e", ROOT], check=True)
+    command = [str(python), "-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-compile"]
+    subprocess.run([*command, "-c", str(constraints), f"torch=={version}", *TOOLS, "-e", str(ROOT)], check=True)
     return python
 
 
