@@ -27,6 +27,7 @@ from placemat.graph.data_dependent import refuse_data_dependent
 from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
 from placemat.graph.forward_hooks import LEFT_BEHIND, check_removed
+from placemat.graph.guessed_masks import refuse_guessed_masks
 from placemat.graph.ir import ModuleCall
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
 from placemat.graph.kernel_strides import refuse_permuted_writes, true_strides
@@ -167,10 +168,11 @@ class DynamoGraph:
         """Also marks the graph's casts and writes in place, and takes out what `returned` put in.
 
         Raises:
-            UnsupportedFeature: the graph writes to a tensor in an order that its copy would not keep, or calls
-                torch.utils.checkpoint.
+            UnsupportedFeature: the graph writes to a tensor in an order that its copy would not keep, calls
+                torch.utils.checkpoint, or has attention with a mask that eager may leave out.
         """
         refuse_checkpoints(graph_module)
+        refuse_guessed_masks(graph_module, torch_private.files_that_asked())
         times_returned = take_returned(graph_module.graph)
         graph_module.recompile()
         refuse_permuted_writes(graph_module.graph)

@@ -1,7 +1,8 @@
-"""Every private name of PyTorch that placemat touches, and the versions in which it was seen to work (2.13.0).
+"""Every private name of PyTorch that placemat touches; docs/versions.md says in which versions each exists.
 
-Nothing else in placemat imports from `torch._*`, but for Inductor's names in `torch_inductor`. docs/design.md says why
-this route was chosen over the public ones.
+Nothing else in placemat imports from `torch._*`, but for Inductor's names in `torch_inductor` and for
+`torch.utils._pytree`; of the operators that torch hands out, other modules know the types (`torch._ops`) and dispatch
+keys. docs/design.md says why this route was chosen over the public ones.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -43,12 +44,12 @@ __all__ = [
     "aot_backend",
     "backward_node",
     "below_transforms",
-    "clear_donated_buffers",
     "compile_settings",
     "cpu_allocations",
     "disable_modes",
     "eager_decompositions",
     "fake_strides",
+    "files_that_asked",
     "forget_compiled",
     "has_autocast_rule",
     "inside_functorch",
@@ -62,6 +63,7 @@ __all__ = [
     "pending_attribute_writes",
     "real_tensor_of",
     "running_backward",
+    "settle_region",
 ]
 
 _LARGE = 1 << 30
@@ -76,34 +78,7 @@ def aot_backend(partition: Callable[..., Any], fw_compiler: Callable[..., Any], 
     The contract `partition_fn(joint, inputs, *, num_fwd_outputs, static_lifetime_input_indices)` is the one of the
     public "custom backends" documentation.
     """
-    backend = aot_autograd(fw_compiler=fw_compiler, bw_compiler=bw_compiler, partition_fn=partition)
-
-    def compile_graph(graph_module: Any, inputs: Any) -> Any:
-        with _tangents_as_they_come():
-            return backend(graph_module, inputs)
-
-    return compile_graph
-
-
-@contextlib.contextmanager
-def _tangents_as_they_come() -> Iterator[None]:
-    """Backwards that are compiled meanwhile get gradients of outputs with the strides that the loss gives them.
-
-    AOTAutograd copies them into those of the outputs, and sums over them then run in another order than in eager. The
-    function that does so is looked up when the code around the backward is generated (torch 2.13).
-    """
-    present = AOTDispatchAutograd.__dict__["process_runtime_tangent"]
-
-    def unchanged(x: Any, *args: Any) -> tuple[Any, list[Any]]:
-        plain = x is None or type(x) in (torch.Tensor, torch.nn.Parameter)
-        return (x, [x]) if plain else present.__func__(x, *args)
-
-    owner: Any = AOTDispatchAutograd
-    owner.process_runtime_tangent = staticmethod(unchanged)
-    try:
-        yield
-    finally:
-        owner.process_runtime_tangent = present
+    return aot_autograd(fw_compiler=fw_compiler, bw_compiler=bw_compiler, partition_fn=partition)
 
 
 @contextlib.contextmanager
@@ -137,8 +112,38 @@ def compile_settings() -> Iterator[None]:
         read_at_run_time(),
         traced_registration(),
         eager_decompositions(),
+        _questions_noted(),
     ):
         yield
+
+
+_FILES_THAT_ASKED: set[str] = set()
+
+
+@contextlib.contextmanager
+def _questions_noted() -> Iterator[None]:
+    """Note where forwards that are traced meanwhile ask torch.compiler.is_compiling() or its kin (True in a trace)."""
+    present = InstructionTranslatorBase.mark_inconsistent_side_effects  # called for these functions alone
+
+    def noted(translator: Any) -> None:
+        frame = translator
+        while frame is not None:
+            _FILES_THAT_ASKED.add(frame.f_code.co_filename)
+            frame = getattr(frame, "parent", None)
+        present(translator)
+
+    _FILES_THAT_ASKED.clear()
+    owner: Any = InstructionTranslatorBase
+    owner.mark_inconsistent_side_effects = noted
+    try:
+        yield
+    finally:
+        owner.mark_inconsistent_side_effects = present
+
+
+def files_that_asked() -> frozenset[str]:
+    """Files in which the forward that is being traced asked whether it is compiled, and those of their callers."""
+    return frozenset(_FILES_THAT_ASKED)
 
 
 # A trace runs Python kernels in place of these operators' own, which round otherwise, or decide otherwise between
@@ -248,6 +253,9 @@ def fake_strides(rule: Callable[[Any, tuple[int, ...], Sequence[Any]], tuple[int
 
 @functools.cache
 def _writes_or_views(func: Any) -> bool:
+    """Whether an operator writes or gives views; taken to be so of higher-order ones, which 2.14 sends here, too."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return True
     schema = func._schema
     return schema.is_mutable or any(r.alias_info is not None for r in schema.returns)
 
@@ -297,8 +305,12 @@ def pending_attribute_writes(modules: Container[Any]) -> str | None:
     return None
 
 
-def clear_donated_buffers() -> Any:
-    """While compiling: tell AOT that no saved tensor may be overwritten, so that backward(retain_graph=True) works.
+def settle_region() -> Any:
+    """While compiling: tell AOT how the region that it compiles is to be run.
+
+    - No saved tensor may be overwritten ("donated"), so that backward(retain_graph=True) works.
+    - Gradients of outputs come to backward with the strides that the loss gives them. AOT would copy them into those of
+      the outputs, and sums over them then run in another order than in eager.
 
     Returns AOT's description of the region, by which `backward_node` knows the region's node again.
     """
@@ -306,7 +318,24 @@ def clear_donated_buffers() -> Any:
     assert context is not None, "called outside a compilation"
     assert context.fw_metadata is not None, "called before AOTAutograd has traced"
     context.fw_metadata.bw_donated_idxs = []
+    for meta in context.fw_metadata.subclass_tangent_meta:
+        if isinstance(meta, PlainTensorMeta):
+            # Read when backward runs (`coerce_to_expected_memory_format`): what has the size and strides is not copied.
+            meta.memory_format = MemoryFormatMeta(size=_ANY, stride=_ANY)
     return context.fw_metadata
+
+
+class _Any:
+    """Equal to every size and to all strides."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+_ANY: Any = _Any()
 
 
 def is_tangent(placeholder: torch.fx.Node) -> bool:
@@ -336,7 +365,7 @@ def mutated_input_of_output(desc: Any) -> int | None:
 def backward_node(outputs: Any, region: Any) -> Any:
     """The autograd node of a compiled region, found from its outputs (a view output sits a step or two above it).
 
-    `region` is what `clear_donated_buffers` returned for it; nodes of other regions, before this one, are passed over.
+    `region` is what `settle_region` returned for it; nodes of other regions, before this one, are passed over.
     """
     queue = [t.grad_fn for t in outputs if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     seen = set()

@@ -84,11 +84,11 @@ class Backend:
             return step.forward, step.backward
 
         def compile_forward(forward: fx.GraphModule, example_inputs: Any) -> Boxed:
-            emitted["region"] = torch_private.clear_donated_buffers()
+            emitted["region"] = torch_private.settle_region()
             return self._counted(function(forward, "forward"))
 
         def compile_backward(backward: fx.GraphModule, example_inputs: Any) -> Any:
-            torch_private.clear_donated_buffers()
+            torch_private.settle_region()
             return emitted["backward"]
 
         with true_strides():
@@ -127,6 +127,7 @@ def guard_backward(outputs: Any, region: Any, checks: Sequence[Callable[[Any], N
         return
     node.set_materialize_grads(False)
     node.register_prehook(_refuse_double_backward)
+    node.register_prehook(_plain)
     for check in checks:
         node.register_prehook(check)
 
@@ -148,6 +149,13 @@ class _AutocastGuard:
                 f"backward has {name}, which autocast would cast, and was captured outside autocast. Remedy: call "
                 "loss.backward() after the autocast block, as PyTorch recommends."
             )
+
+
+def _plain(grads: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """A parameter that is handed to backward() as a gradient, as the tensor that it is: AOT takes it for a subclass."""
+    if not any(isinstance(g, torch.nn.Parameter) for g in grads):
+        return None
+    return tuple(g.detach() if isinstance(g, torch.nn.Parameter) else g for g in grads)
 
 
 def _refuse_double_backward(grads: Any) -> None:

@@ -108,8 +108,9 @@ def _permuted(layer: nn.Module, x: Tensor) -> Tensor:
         lambda out: torch.tensor(0.3).expand(out.shape),
         lambda out: _numbers(*out.shape, 2)[..., 0],
         lambda out: torch.empty_like(out).copy_(_numbers(*out.shape)),
+        lambda out: nn.Parameter(_numbers(*out.shape)),
     ],
-    ids=["contiguous", "permuted", "expanded", "with gaps", "as the output"],
+    ids=["contiguous", "permuted", "expanded", "with gaps", "as the output", "a parameter"],
 )
 def test_gradients_of_outputs_are_taken_in_the_memory_format_that_they_come_in(gradient):
     model, x = Applied(_linear(), _permuted), _numbers(64, 8).requires_grad_()
