@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -39,18 +39,31 @@ _BACKWARDS_OF_VIEWS = frozenset(
 )
 
 
-def split_gradients(joint: JointGraph) -> Mapping[int, str]:
-    """Position among the user's outputs of a view of an input -> what it is, where its gradient would round otherwise.
+def hooked_inputs(dynamo_graph: fx.Graph) -> frozenset[int]:
+    """Positions of the inputs of which the forward hooks a gradient (`register_hook`): their own, or that of a view."""
+    hooked = {
+        storage_key(tensor)
+        for node in dynamo_graph.nodes
+        if getattr(node.target, "__name__", node.target) == "register_hook" and isinstance(node.args[0], fx.Node)
+        if isinstance(tensor := node.args[0].meta.get("example_value"), torch.Tensor)
+    }
+    inputs = [node.meta.get("example_value") for node in dynamo_graph.find_nodes(op="placeholder")]
+    return frozenset(i for i, t in enumerate(inputs) if isinstance(t, torch.Tensor) and storage_key(t) in hooked)
+
+
+def split_gradients(joint: JointGraph, hooked: Container[str] = ()) -> Mapping[int, str]:
+    """Position among the user's outputs of a view of an input -> what it is, where its gradient would be another.
 
     Such a view is made again outside the compiled region, and so is its backward: autograd adds what comes through it
     to the gradient of the input that the region returns. In eager it is one term among the others, in its turn. With
-    two terms in all the sum is the same; with more, or if the view's own backward sums, it is not.
+    two terms in all the sum is the same; with more, or if the view's own backward sums, it is not. Hooks that the
+    forward registers are inside the region, too, and would not see what comes through the view (`hooked`: names).
     """
     mutated = joint.mutated_inputs
     inputs = {
         storage_key(t): (joint.inputs[i].name, gradient)
         for i, (primal, gradient) in enumerate(zip(joint.primals, joint.gradients, strict=True))
-        if isinstance(gradient, fx.Node)
+        if isinstance(gradient, fx.Node) or joint.inputs[i].name in hooked
         for t in tensors_of(primal)
         if t is not None
     }
@@ -60,7 +73,8 @@ def split_gradients(joint: JointGraph) -> Mapping[int, str]:
             continue
         for tensor in tensors_of(node):
             name, gradient = inputs.get(storage_key(tensor), ("", None)) if tensor is not None else ("", None)
-            if gradient is not None and (_is_sum(gradient) or _sums_twice(node)):
+            is_split = isinstance(gradient, fx.Node) and (_is_sum(gradient) or _sums_twice(node))
+            if is_split or name in hooked:
                 where = user_line(node.meta.get("stack_trace")) or "an unknown line"
                 found[position - len(mutated)] = f"a view of input {name}, made at {where}"
     return found
@@ -95,9 +109,9 @@ def guard_views(outputs: Any, split: Mapping[int, str]) -> None:
 def _refusal(description: str) -> Any:
     def refuse(grads: Any) -> None:
         raise UnsupportedFeature(
-            f"the loss reaches an output of the model that is {description}, and the input has other gradients: they "
-            "would be summed in another order than eager's. Remedy: return .clone() of that output, or leave it out "
-            "of the loss."
+            f"the loss reaches an output of the model that is {description}, and the input has other gradients or "
+            "hooks: they would be summed in another order than eager's, or left out. Remedy: return .clone() of that "
+            "output, or leave it out of the loss."
         )
 
     return refuse

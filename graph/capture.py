@@ -20,6 +20,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from placemat.graph import eager_ops, torch_private
+from placemat.graph.aliases import hooked_inputs
 from placemat.graph.autocast import is_inside_region, is_used, mark_casts
 from placemat.graph.checkpointed import refuse_checkpoints
 from placemat.graph.custom_ops import check_nothing_left_out, custom_calls
@@ -154,6 +155,7 @@ class DynamoGraph:
         unread_call: user's line of a call that makes a tensor which nothing reads, if there is one.
         times_returned: of each output, see `returned`.
         modules: submodules that are called.
+        hooked: names of inputs of which the forward hooks a gradient: their own, or that of a view.
     """
 
     inputs: Sequence[JointInput]
@@ -162,6 +164,7 @@ class DynamoGraph:
     unread_call: str | None
     times_returned: Sequence[int]
     modules: tuple[ModuleCall, ...]
+    hooked: frozenset[str]
 
     @classmethod
     def of(cls, graph_module: fx.GraphModule) -> DynamoGraph:
@@ -179,7 +182,9 @@ class DynamoGraph:
         mark_casts(graph_module)
         uses_autocast, unread = is_used(graph_module.graph), unread_call(graph_module)
         calls, modules = custom_calls(graph_module), module_calls(graph_module.graph)
-        return cls(input_names(graph_module), calls, uses_autocast, unread, times_returned, modules)
+        names, hooked = input_names(graph_module), hooked_inputs(graph_module.graph)
+        hooked_names = frozenset(known.name for i, known in enumerate(names) if i in hooked)
+        return cls(names, calls, uses_autocast, unread, times_returned, modules, hooked_names)
 
 
 def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, traced: DynamoGraph) -> JointGraph:

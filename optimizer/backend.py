@@ -78,7 +78,7 @@ class Backend:
             emitted["shares"] = lowering.graph.device if casts_outlive_forward(leaves) else None
             step = emit(lowering, schedule)
             emitted["backward"] = _backward(step, lowering, function)
-            emitted["split"] = split_gradients(made)
+            emitted["split"] = split_gradients(made, traced.hooked)
             emitted["tied"] = tied_leaves(made)
             self.compilations += 1
             return step.forward, step.backward
