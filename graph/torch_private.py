@@ -44,6 +44,7 @@ __all__ = [
     "clear_donated_buffers",
     "compile_settings",
     "cpu_allocations",
+    "default_store",
     "disable_modes",
     "eager_decompositions",
     "fake_strides",
@@ -385,6 +386,11 @@ def is_flat_fsdp(module: torch.nn.Module) -> bool:
 def has_ddp_casts(module: torch.nn.Module) -> bool:
     """Whether DistributedDataParallel(mixed_precision=) exchanges the contents of the module's own parameters."""
     return any(hasattr(p, "_mp_param") for p in module.parameters(recurse=False))
+
+
+def default_store() -> Any:
+    """The key-value store (torch.distributed.Store) that the default process group was made with."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def running_backward() -> int:

@@ -1,25 +1,32 @@
-"""The ranks of a job talk about a plan: each says a word and all hear it, or all are told that one did not answer.
+"""The ranks of a job talk about a plan: each says a word and all hear it, or all are told who did not answer.
 
-They talk over a gloo group of their own that lives for one conversation: its time limit is not that of the training's
-collectives, it needs no GPU, and what a rank says can meet no collective of the training that another one runs.
+They talk through the key-value store that the process group was made with: it waits as long as it is told to, not as
+long as the training's collectives may take, it needs no GPU, it knows who is missing, and what a rank says can meet no
+collective of the training that another one runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import pickle
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from placemat.graph import torch_private
 from placemat.graph.errors import PlacematError, RanksDisagree
 
 T = TypeVar("T")
 
+_LEFT = b"left"  # said by a rank that ends a conversation by an error, in place of its next word
 
-@dataclass(frozen=True)
+
+@dataclass
 class Ranks:
     """The processes of a group that talk to each other, as one of them sees it.
 
@@ -32,7 +39,9 @@ class Ranks:
     ranks: tuple[int, ...]
     here: int
     timeout_s: float
-    _group: Any
+    _store: Any
+    _prefix: str
+    _num_said: int = field(default=0, init=False)
 
     @property
     def is_first(self) -> bool:
@@ -42,31 +51,52 @@ class Ranks:
         """What every rank says, by rank.
 
         Raises:
-            RanksDisagree: one did not answer.
+            RanksDisagree: one did not answer, or has left.
         """
-        words: list[Any] = [None] * len(self.ranks)
-        with self._answered():
-            dist.all_gather_object(words, word, group=self._group)
-        return dict(zip(self.ranks, words, strict=True))
+        return self._hear(self.ranks, self._say(word))
 
     def first_says(self, word: T | None) -> T:
         """What the first rank says; the word of the others is not looked at.
 
         Raises:
-            RanksDisagree: it did not answer.
+            RanksDisagree: it did not answer, or has left.
         """
-        words: list[Any] = [word]
-        with self._answered():
-            dist.broadcast_object_list(words, src=self.ranks[0], group=self._group)
-        answer: T = words[0]
+        words: dict[int, Any] = self._hear(self.ranks[:1], self._say(word))
+        answer: T = words[self.ranks[0]]
         return answer
 
-    @contextmanager
-    def _answered(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # what gloo raises for a closed connection and for a time limit
-            raise _no_answer(self.ranks, self.here, self.timeout_s, error) from error
+    def leave(self) -> None:
+        """Tell those who wait for this rank's next word that it will not come."""
+        self._store.set(self._key(self._num_said, self.here), _LEFT)
+
+    def _say(self, word: object) -> int:
+        number = self._num_said
+        self._store.set(self._key(number, self.here), zlib.compress(pickle.dumps(word)))
+        self._num_said += 1
+        return number
+
+    def _hear(self, speakers: Sequence[int], number: int) -> dict[int, Any]:
+        keys = {rank: self._key(number, rank) for rank in speakers}
+        end_s = time.monotonic() + self.timeout_s
+        for key in keys.values():
+            try:
+                self._store.wait([key], timedelta(seconds=max(0.001, end_s - time.monotonic())))
+            except dist.DistStoreError as error:
+                missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                raise RanksDisagree(
+                    f"rank {self.here} got no answer from {_named(missing)} within {self.timeout_s:g} s. Remedy: make "
+                    "this call on every rank of the group, or give more time with timeout_s=."
+                ) from error
+        said = {rank: self._store.get(key) for rank, key in keys.items()}
+        if gone := [rank for rank, text in said.items() if text == _LEFT]:
+            raise RanksDisagree(
+                f"rank {self.here} got no answer from {_named(gone)}: an error ended the call there. Remedy: look for "
+                "the first error in the logs."
+            )
+        return {rank: pickle.loads(zlib.decompress(text)) for rank, text in said.items()}
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"{self._prefix}/{number}/{rank}"
 
 
 @contextmanager
@@ -75,11 +105,10 @@ def conversation(group: Any, timeout_s: float) -> Iterator[Ranks]:
 
     Args:
         group: a group of torch.distributed; None is the default one.
-        timeout_s: how long a rank waits for the others (while they all gather, in steps of ten seconds).
+        timeout_s: how long a rank waits for the others.
 
     Raises:
         PlacematError: there is no process group, or this process is not in it.
-        RanksDisagree: not all ranks came, or one left in the middle.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise PlacematError(
@@ -91,17 +120,20 @@ def conversation(group: Any, timeout_s: float) -> Iterator[Ranks]:
     here = dist.get_rank()
     ranks = tuple(dist.get_process_group_ranks(group))
     if here not in ranks:
-        raise PlacematError(f"rank {here} is not in the group of ranks {list(ranks)}. Remedy: call this on those only.")
+        raise PlacematError(f"rank {here} is not in the group of {_named(ranks)}. Remedy: call this on those only.")
+    store = torch_private.default_store()
+    # Each rank counts its conversations with the same ranks. One that missed a conversation finds that the others left
+    # it, and is in step again with the next.
+    members = ",".join(map(str, ranks))
+    count = store.add(f"placemat/{members}/count/{here}", 1)
+    talk = Ranks(ranks, here, timeout_s, store, f"placemat/{members}/{count}")
+    is_finished = False
     try:
-        own = dist.new_group(
-            list(ranks), timeout=timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
-        )
-    except RuntimeError as error:
-        raise _no_answer(ranks, here, timeout_s, error) from error
-    try:
-        yield Ranks(ranks, here, timeout_s, own)
-    finally:  # whatever happened here: ranks that still wait learn at once that this one has left
-        dist.destroy_process_group(own)
+        yield talk
+        is_finished = True
+    finally:
+        if not is_finished:
+            talk.leave()
 
 
 def attempt(make: Callable[[], T]) -> T | PlacematError:
@@ -112,10 +144,5 @@ def attempt(make: Callable[[], T]) -> T | PlacematError:
         return error
 
 
-def _no_answer(ranks: tuple[int, ...], here: int, timeout_s: float, error: BaseException) -> RanksDisagree:
-    text = str(error).strip().splitlines() or [type(error).__name__]
-    return RanksDisagree(
-        f"rank {here} got no answer from all of the ranks {list(ranks)} within {timeout_s:g} s: another rank did not "
-        f"make this call, left it by an error of its own, or was too slow ({text[0][:300]}). Remedy: make the call on "
-        "every rank, look for the first error among their logs, or give more time with timeout_s=."
-    )
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
