@@ -114,10 +114,10 @@ def ddp_options_job(rank: int) -> None:
         eager, planned = twins()
         reference = train(DistributedDataParallel(eager, **options), eager, data)
         assert same(train(DistributedDataParallel(placemat.apply(planned, plan), **options), planned, data), reference)
-        _, late = twins()  # optimized after it was wrapped
-        wrapped = DistributedDataParallel(late, **options)
-        placemat.apply(wrapped.module, plan)
-        assert same(train(wrapped, late, data), reference)
+    _, late = twins()  # optimized after it was wrapped
+    wrapped = DistributedDataParallel(late, **options)
+    placemat.apply(wrapped.module, plan)
+    assert same(train(wrapped, late, data), reference)
 
 
 @pytest.mark.slow
@@ -226,7 +226,7 @@ def bucket_job(rank: int) -> None:
 
         data = batches(3)
         plan = placemat.distributed.plan(
-            planned, None, data[0], budget_fraction=0.1, reserved_bytes=bucket_bytes, **PLANNING
+            planned, None, data[0], budget_fraction=0.1, reserved_bytes=bucket_bytes, progress=False
         )
         wrapped = DistributedDataParallel(placemat.apply(planned, plan), **options)
         for args in data[:2]:  # buckets are made anew in the second step
@@ -265,7 +265,7 @@ class Stack(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 64), nn.Tanh())
-            for _ in range(3)
+            for _ in range(2)
         )
         self.head = nn.Linear(64, 8)
 
@@ -275,29 +275,32 @@ class Stack(nn.Module):
         return self.head(x).pow(2).mean()
 
 
-def fsdp_job(rank: int) -> None:
-    data = batches(3)
+def fsdp_job(rank: int, low_precision: bool) -> None:
+    data = batches(2)
     example = (data[0][0].clone().requires_grad_(),)
-    for options in ({}, {"reshard_after_forward": False}, {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}):
-        eager, before = twins(Stack)
-        _, after = twins(Stack)
-        for block in eager.blocks:
-            fully_shard(block, **options)
-        reference = train(fully_shard(eager, **options), eager, data)
-        for block in before.blocks:  # planned, then sharded
-            fully_shard(placemat.optimize(block, None, example, budget_fraction=0.2, **PLANNING), **options)
-        assert same(train(fully_shard(before, **options), before, data), reference), options
-        for block in after.blocks:  # sharded, then planned on the first call
-            placemat.optimize(fully_shard(block, **options), None, budget_fraction=0.2, **PLANNING)
-        assert same(train(fully_shard(after, **options), after, data), reference), options
-        for block in (*before.blocks, *after.blocks):
-            assert block.plan.recompute_seconds > 0
-            assert handle_of(block)._backend.runs == len(data)
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)} if low_precision else {}
+    eager, before = twins(Stack)
+    _, after = twins(Stack)
+    for block in eager.blocks:
+        fully_shard(block, **options)
+    reference = train(fully_shard(eager, **options), eager, data)
+    for block in before.blocks:  # planned, then sharded
+        fully_shard(placemat.optimize(block, None, example, budget_fraction=0.2, **PLANNING), **options)
+    assert same(train(fully_shard(before, **options), before, data), reference)
+    for block in after.blocks:  # sharded, then planned on the first call; parameters stay whole until backward
+        placemat.optimize(
+            fully_shard(block, reshard_after_forward=False, **options), None, budget_fraction=0.2, **PLANNING
+        )
+    assert same(train(fully_shard(after, **options), after, data), reference)
+    for block in (*before.blocks, *after.blocks):
+        assert block.plan.recompute_seconds > 0
+        assert handle_of(block)._backend.runs == len(data)
 
 
 @pytest.mark.slow
-def test_fsdp_units_are_planned_one_by_one(tmp_path: Path) -> None:
-    run_job(fsdp_job, tmp_path)
+@pytest.mark.parametrize("low_precision", [False, True])
+def test_fsdp_units_are_planned_one_by_one(tmp_path: Path, low_precision: bool) -> None:
+    run_job(fsdp_job, tmp_path, low_precision)
 
 
 # -- refusals, in one process --------------------------------------------------------------------------------------
