@@ -81,7 +81,7 @@ class Ranks:
         for key in keys.values():
             try:
                 self._store.wait([key], timedelta(seconds=max(0.001, end_s - time.monotonic())))
-            except dist.DistStoreError as error:
+            except RuntimeError as error:  # a file store's; that of a TCP store is a DistStoreError, which is one, too
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
                 raise RanksDisagree(
                     f"rank {self.here} got no answer from {_named(missing)} within {self.timeout_s:g} s. Remedy: make "
