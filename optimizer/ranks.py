@@ -83,6 +83,7 @@ class Ranks:
                 self._store.wait([key], timedelta(seconds=max(0.001, end_s - time.monotonic())))
             except RuntimeError as error:  # a file store's; that of a TCP store is a DistStoreError, which is one, too
                 missing = [rank for rank, key in keys.items() if not self._store.check([key])]
+                self._store.set(self._key(number, self.here), _LEFT)  # who comes too late must not count on this rank
                 raise RanksDisagree(
                     f"rank {self.here} got no answer from {_named(missing)} within {self.timeout_s:g} s. Remedy: make "
                     "this call on every rank of the group, or give more time with timeout_s=."
