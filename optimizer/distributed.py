@@ -53,9 +53,11 @@ def plan(
         RanksDisagree: model or call of a rank are not those of the first one, or a rank did not answer in time.
         PlacematError: as `placemat.plan`, on every rank; there is no process group.
     """
+    mine: _Own | PlacematError | None
+    made: str | PlacematError | None
     with conversation(group, timeout_s) as ranks:
         if ranks.is_first:
-            mine: _Own | PlacematError | None = None
+            mine = None
             made = attempt(lambda: api.plan(model, budget_bytes, example_args, example_kwargs, **options).to_text())
         else:
             keep_eager = options.get("keep_eager", ())
@@ -64,8 +66,9 @@ def plan(
         answer = ranks.first_says(made)
         if isinstance(answer, PlacematError):
             raise answer if ranks.is_first else _from_first(answer, ranks)
-        assert answer is not None
-        shared = attempt(lambda: Plan.from_text(answer, f"the plan of rank {ranks.ranks[0]}"))
+        assert isinstance(answer, str)
+        text = answer
+        shared = attempt(lambda: Plan.from_text(text, f"the plan of rank {ranks.ranks[0]}"))
         complaints = ranks.all_say(_complaint(mine, shared))
         if any(complaints.values()):
             said = "; ".join(f"rank {rank}: {text}" for rank, text in complaints.items() if text)

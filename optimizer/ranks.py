@@ -55,15 +55,14 @@ class Ranks:
         """
         return self._hear(self.ranks, self._say(word))
 
-    def first_says(self, word: T | None) -> T:
+    def first_says(self, word: object) -> Any:
         """What the first rank says; the word of the others is not looked at.
 
         Raises:
             RanksDisagree: it did not answer, or has left.
         """
         words: dict[int, Any] = self._hear(self.ranks[:1], self._say(word))
-        answer: T = words[self.ranks[0]]
-        return answer
+        return words[self.ranks[0]]
 
     def leave(self) -> None:
         """Tell those who wait for this rank's next word that it will not come."""

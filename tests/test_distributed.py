@@ -277,8 +277,10 @@ def fsdp_job(rank: int, low_precision: bool) -> None:
     data = batches(2)
     example = (data[0][0].clone().requires_grad_(),)
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)} if low_precision else {}
+    eager: Any
+    before: Any
     eager, before = twins(Stack)
-    _, after = twins(Stack)
+    after: Any = twins(Stack)[1]
     for block in eager.blocks:
         fully_shard(block, **options)
     reference = train(fully_shard(eager, **options), eager, data)
