@@ -5,11 +5,22 @@ They live in the lowest layer because every layer raises them; `placemat` re-exp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 class PlacematError(ValueError):
-    """Base of every error that placemat raises for a user to read."""
+    """Base of every error that placemat raises for a user to read. All can be pickled, to cross processes."""
+
+    def __reduce__(self) -> tuple[Callable[..., PlacematError], tuple[Any, ...]]:
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[PlacematError], args: tuple[Any, ...], attributes: Mapping[str, Any]) -> PlacematError:
+    """An error as it was pickled; constructors with keyword arguments of their own are passed by."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class BudgetTooSmall(PlacematError):
@@ -51,6 +62,10 @@ class UnsupportedFeature(PlacematError):
 
 class PlanMismatch(PlacematError):
     """A plan was applied to a model, an input or an environment that it was not made for."""
+
+
+class RanksDisagree(PlacematError):
+    """The processes of a job do not have the same plan, model or call, or one of them did not answer in time."""
 
 
 class ConstraintError(PlacematError):

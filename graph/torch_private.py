@@ -46,14 +46,17 @@ __all__ = [
     "below_transforms",
     "compile_settings",
     "cpu_allocations",
+    "default_store",
     "disable_modes",
     "eager_decompositions",
     "fake_strides",
     "files_that_asked",
     "forget_compiled",
     "has_autocast_rule",
+    "has_ddp_casts",
     "inside_functorch",
     "is_compiled_wrapper",
+    "is_flat_fsdp",
     "is_profiling",
     "is_tangent",
     "mutated_input_of_output",
@@ -404,6 +407,27 @@ def below_transforms(tensor: torch.Tensor) -> torch.Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def is_flat_fsdp(module: torch.nn.Module) -> bool:
+    """Whether FullyShardedDataParallel (FSDP1) has replaced the module's parameters by views of a flat tensor.
+
+    fully_shard() (FSDP2) marks modules the same way, but its parameters are always nn.Parameter.
+    """
+    if not getattr(module, "_is_fsdp_managed_module", False):
+        return False
+    own = (p for p in module._parameters.values() if p is not None)
+    return not module._fsdp_use_orig_params or any(not isinstance(p, torch.nn.Parameter) for p in own)
+
+
+def has_ddp_casts(module: torch.nn.Module) -> bool:
+    """Whether DistributedDataParallel(mixed_precision=) exchanges the contents of the module's own parameters."""
+    return any(hasattr(p, "_mp_param") for p in module.parameters(recurse=False))
+
+
+def default_store() -> Any:
+    """The key-value store (torch.distributed.Store) that the default process group was made with."""
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def running_backward() -> int:

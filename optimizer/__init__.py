@@ -3,6 +3,7 @@
 `optimize(model, budget_bytes)` returns the same module, whose training steps stay inside the budget.
 """
 
+from placemat import distributed
 from placemat.api import apply, frontier, minimum_budget, optimize, plan, restore
 from placemat.baselines import chen_sqrt_n, recompute_all, save_all
 from placemat.checkpoint_modules import CheckpointModules
@@ -27,6 +28,7 @@ from placemat.graph.errors import (
     MissingExtra,
     PlacematError,
     PlanMismatch,
+    RanksDisagree,
     RoundingDiffers,
     SolverFailed,
     UndeclaredGradients,
@@ -63,6 +65,7 @@ __all__ = [
     "Problem",
     "ProblemOp",
     "ProblemValue",
+    "RanksDisagree",
     "Recorded",
     "Report",
     "Roofline",
@@ -77,6 +80,7 @@ __all__ = [
     "apply_checkpointing",
     "chen_sqrt_n",
     "device_spec",
+    "distributed",
     "frontier",
     "host_spec",
     "measure",

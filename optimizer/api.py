@@ -19,6 +19,7 @@ from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import PlacematError, PlanMismatch
 from placemat.handle import Handle
 from placemat.installed import ATTRIBUTE, unwrapped_handle_of
+from placemat.parallel_wrappers import refuse_parallel
 from placemat.pipeline import Planner
 from placemat.plan import Plan
 from placemat.progress import Progress, make_progress
@@ -196,10 +197,12 @@ def apply(model: nn.Module, plan: Plan, *, compiler: str = "eager") -> nn.Module
         PlacematError, UnsupportedFeature: there is no such compiler, or it cannot take this model.
         PlanMismatch: the module's parameters are not those that the plan is for. Whether the graph and the shapes are
             is seen at the first training call, which raises PlanMismatch too if they are not.
+        UnsupportedFeature: the module is, or has in it, a wrapper for several devices or processes.
     """
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
         raise PlacematError(f"apply(model, plan) got {type(model).__name__} and {type(plan).__name__}.")
     refuse_compiled(model)
+    refuse_parallel(model, is_called=False)
     digest = module_digest(model)
     if digest != plan.module_digest:
         raise PlanMismatch(
@@ -301,6 +304,7 @@ def _check_arguments(
     if not isinstance(model, nn.Module):
         raise PlacematError(f"expected a torch.nn.Module, got {type(model).__name__}.")
     refuse_compiled(model)
+    refuse_parallel(model, is_called=False)
     if args is not None and not isinstance(args, (tuple, list)):
         raise PlacematError(
             f"example_args must be a tuple of positional arguments, got {type(args).__name__}: write (x,)."

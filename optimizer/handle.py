@@ -30,6 +30,7 @@ from placemat.graph.errors import PlacematError, PlanMismatch, UnsupportedFeatur
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
 from placemat.installed import Rebindable
+from placemat.parallel_wrappers import refuse_parallel
 from placemat.pipeline import Planner, relower
 from placemat.plan import Plan
 from placemat.schedule import Schedule
@@ -174,6 +175,7 @@ class Handle:
 
     def _decide(self, args: Any, kwargs: Any) -> bool:
         """Whether the original forward serves this kind of call; plans for it if nothing is known yet."""
+        refuse_parallel(self.module, is_called=True)
         if not is_trainable(self.module, args, kwargs):
             return True
         if self.planner is None:
@@ -262,14 +264,17 @@ def _check_fingerprint(plan: Plan, fingerprint: str) -> None:
 
 
 def call_key(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """What tells calls apart that need plans of their own: shapes, dtypes, plain values, modes and flags."""
+    """What tells calls apart that need plans of their own: shapes, dtypes, plain values, modes and flags.
+
+    Types are in it, since sharding a model changes those of its modules or of its parameters.
+    """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     device = "cpu" if not torch.cuda.is_available() else "cuda"
     return (
         structure,
         tuple(_leaf_key(leaf) for leaf in leaves),
-        tuple(m.training for m in module.modules()),
-        tuple(p.requires_grad for p in module.parameters()),
+        tuple((type(m), m.training) for m in module.modules()),
+        tuple((type(p), p.requires_grad) for p in module.parameters()),
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         is_inside_region(),

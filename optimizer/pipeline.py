@@ -26,6 +26,7 @@ from placemat.graph.joint import JointGraph
 from placemat.graph.loss import capture_loss
 from placemat.graph.lower import LossRegion, Lowering, lower
 from placemat.graph.static import static_bytes
+from placemat.parallel_wrappers import refuse_parallel
 from placemat.plan import Plan, SolvedProblem, build_plan, peak_breakdown
 from placemat.problem import Problem
 from placemat.progress import Bar, Progress, shown
@@ -237,6 +238,7 @@ class Planner:
     def _capture(
         self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, kept: KeptModules
     ) -> tuple[JointGraph, float]:
+        refuse_parallel(model, is_called=True)
         the_device(model, args, kwargs)
         check_trainable(model, args, kwargs)
         self._say("capturing the model")

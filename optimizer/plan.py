@@ -132,6 +132,14 @@ class Plan:
         """(recompute seconds - their lower bound) / recompute seconds: 0 is proven optimal for the family."""
         return _ratio(self.recompute_seconds - self.lower_bound_seconds, self.recompute_seconds)
 
+    @property
+    def digest(self) -> str:
+        """sha256 over what a step depends on: graph, schedule, and options that change what is run.
+
+        Equal for plans that run the same step; seconds and other figures, which differ between machines, are not in it.
+        """
+        return plan_content.step_digest(self)
+
     def summary(self) -> str:
         """Budget, peak, what binds, cost and decisions, as text."""
         return summary.summarize(self)
@@ -224,7 +232,20 @@ class Plan:
             PlacematError: the file is truncated, is something else, or was changed after it was written.
             OSError: the file cannot be read.
         """
-        return cls(**plan_content.decode(plan_file.read(path), get_type_hints(cls), str(path)))
+        return cls._decoded(plan_file.read(path), str(path))
+
+    def to_text(self) -> str:
+        """The text that `save` writes."""
+        return plan_file.to_text(plan_content.encode(self))
+
+    @classmethod
+    def from_text(cls, text: str, origin: str) -> Plan:
+        """The plan that `to_text` wrote; `origin` is what errors call it, and they are those of `load`."""
+        return cls._decoded(plan_file.from_text(text.encode("utf-8"), origin), origin)
+
+    @classmethod
+    def _decoded(cls, content: dict[str, Any], origin: str) -> Plan:
+        return cls(**plan_content.decode(content, get_type_hints(cls), origin))
 
 
 def build_plan(

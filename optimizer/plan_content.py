@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any, get_origin
@@ -17,6 +19,9 @@ from placemat.simulate import simulate
 if TYPE_CHECKING:
     from placemat.plan import Plan
 
+# Options that change what a step runs; the others say how the plan was looked for.
+_STEP_OPTIONS = ("used_tangents", "tangents_held", "accumulate_grad", "keep", "recompute", "keep_eager")
+
 
 def encode(plan: Plan) -> dict[str, Any]:
     """JSON values of a plan.
@@ -25,7 +30,7 @@ def encode(plan: Plan) -> dict[str, Any]:
     in one; decisions as objects by module path.
     """
     content = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    content["schedule"] = [step.op if isinstance(step, Compute) else -1 - step.value for step in plan.schedule.steps]
+    content["schedule"] = _codes(plan.schedule)
     content["notes"] = list(plan.notes)
     content["decisions"] = _by_module(plan.decisions)
     content["problem"] = {
@@ -38,6 +43,17 @@ def encode(plan: Plan) -> dict[str, Any]:
     }
     del content["labels"]
     return content
+
+
+def step_digest(plan: Plan) -> str:
+    """sha256 over what decides which step a plan runs; see `Plan.digest`."""
+    options = {name: plan.options.get(name) for name in _STEP_OPTIONS}
+    parts = [plan.fingerprint, plan.module_digest, plan.runs_original, _codes(plan.schedule), options]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def _codes(schedule: Schedule) -> list[int]:
+    return [step.op if isinstance(step, Compute) else -1 - step.value for step in schedule.steps]
 
 
 def decode(content: dict[str, Any], hints: dict[str, Any], path: str) -> dict[str, Any]:

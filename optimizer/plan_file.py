@@ -29,8 +29,7 @@ def write(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    body: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "plan": content}
-    text = _readable({**body, "sha256": _digest(body)})
+    text = to_text(content)
     target = Path(path)
     descriptor, temporary = tempfile.mkstemp(prefix=target.name, suffix=".tmp", dir=target.parent)
     try:
@@ -54,8 +53,19 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         PlacematError: the file is truncated, is something else, or was changed after it was written.
         OSError: the file cannot be read.
     """
+    return from_text(Path(path).read_bytes(), str(path))
+
+
+def to_text(content: dict[str, Any]) -> str:
+    """Text of a plan file."""
+    body: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA, "plan": content}
+    return _readable({**body, "sha256": _digest(body)})
+
+
+def from_text(text: bytes, path: str) -> dict[str, Any]:
+    """Content of a plan from the bytes of its file; `path` is what errors call it, and they are those of `read`."""
     try:
-        body = json.loads(Path(path).read_bytes().decode("utf-8"), parse_constant=_refuse_constant)
+        body = json.loads(text.decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise PlacematError(f"{path} is no plan file, or a truncated one: {error}. Save the plan again.") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
