@@ -19,8 +19,9 @@ import torch
 from benchmarks.zoo import ZOO, build
 from placemat.calls import the_device
 from placemat.cost_models import Roofline, default_cost_model, device_spec
-from placemat.pipeline import Planner, Stages
+from placemat.pipeline import Planner
 from placemat.problem import Problem
+from placemat.stages import Stages
 from tests.models import Workload
 
 DEVICE = "A100 80GB SXM"  # that models on the meta device are planned for

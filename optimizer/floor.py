@@ -25,6 +25,8 @@ FINEST_SHARE = 1e-3
 SHARE_OF_TIME = 0.3
 # Part of the time limit that each wider family gets, once the floor of the one before is proven.
 CLIMBING_SHARE = 0.05
+# Part of a planning time limit that goes into the floor: it is context for most budgets, and the plan itself for few.
+FLOOR_SHARE = 0.2
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from placemat.baselines import save_all
-from placemat.floor import Floor, minimum_budget
+from placemat.floor import FLOOR_SHARE, Floor, minimum_budget
 from placemat.graph.errors import BudgetTooSmall, PlacematError
 from placemat.phases import PhasesArgument
 from placemat.plan import Plan
@@ -23,8 +23,6 @@ from placemat.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-FLOOR_SHARE = 0.2  # of the time limit, if the floor is not given
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,9 @@ from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
 from placemat.installed import Rebindable
 from placemat.parallel_wrappers import refuse_parallel
-from placemat.pipeline import Planner, relower
+from placemat.pipeline import Planner
 from placemat.plan import Plan
+from placemat.relower import relower
 from placemat.schedule import Schedule
 
 log = logging.getLogger("placemat")

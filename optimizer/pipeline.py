@@ -13,58 +13,29 @@ from torch import nn
 
 from placemat.baselines import save_all
 from placemat.calls import check_trainable, describe_call, input_digest, module_digest, the_device
-from placemat.constraints import Constraints, constrain
-from placemat.cost_models.base import CostModel, Costs, cost_graph
-from placemat.floor import Floor, lowered, minimum_budget
+from placemat.constraints import Constraints
+from placemat.cost_models.base import CostModel, cost_graph
+from placemat.floor import FLOOR_SHARE, Floor
 from placemat.frontier import Frontier, check_points, problem_frontier
 from placemat.graph.capture import capture
 from placemat.graph.eager_modules import KeptModules
-from placemat.graph.errors import BudgetTooSmall, InvalidSchedule, PlanMismatch
-from placemat.graph.forced import why_not_even_if_asked
-from placemat.graph.ir import OpGraph
 from placemat.graph.joint import JointGraph
 from placemat.graph.loss import capture_loss
-from placemat.graph.lower import LossRegion, Lowering, lower
+from placemat.graph.lower import LossRegion, lower
 from placemat.graph.static import static_bytes
+from placemat.known_floors import known_floor, lowered_floor, quick_floor
 from placemat.parallel_wrappers import refuse_parallel
-from placemat.plan import Plan, SolvedProblem, build_plan, peak_breakdown
+from placemat.plan import Plan, SolvedProblem, build_plan
 from placemat.problem import Problem
 from placemat.progress import Bar, Progress, shown
-from placemat.schedule import Schedule
+from placemat.relower import constrained
 from placemat.simulate import simulate
 from placemat.solve import solve
+from placemat.stages import Stages, eager_bound
+from placemat.too_small import too_small
 from placemat.units import format_bytes
 
 log = logging.getLogger("placemat")
-
-
-@dataclass(frozen=True)
-class Stages:
-    """What planning knows of a call before a budget is looked at.
-
-    Attributes:
-        lowering: ops and values as constrained by the user, and the way back to the captured graph.
-        costs: seconds and workspaces per op.
-        problem: the rematerialization instance.
-        loss: what the caller does between forward and backward.
-        keep_everything_bytes: peak of the emitted step without recomputation, but for what the user asked for.
-        eager_bound_bytes: no step with the original forward needs more; None if it makes tensors for nothing, which
-            are not in the graph.
-        capture_seconds: time that capturing took.
-    """
-
-    lowering: Lowering
-    costs: Costs
-    problem: Problem
-    loss: LossRegion
-    keep_everything_bytes: int
-    eager_bound_bytes: int | None
-    capture_seconds: float
-
-    def may_run_original(self, budget_bytes: int) -> bool:
-        """Whether the module's original forward fits the budget and does what was asked for: it recomputes nothing."""
-        fits = self.eager_bound_bytes is not None and budget_bytes >= self.eager_bound_bytes
-        return fits and not self.problem.dropped
 
 
 @dataclass(frozen=True)
@@ -126,12 +97,18 @@ class Planner:
             if joint.fingerprint in known:
                 return known[joint.fingerprint]
             stages = self._stages(joint, capture_seconds, model, forward, args, kwargs, kept)
-            self._search_begins((1.0 + _FLOOR_SHARE) * self.time_limit_s)
+            self._search_begins((1.0 + FLOOR_SHARE) * self.time_limit_s)
             is_ample = self.budget_bytes is not None and stages.may_run_original(self.budget_bytes)
-            floor = _quick_floor(stages.problem) if is_ample else self.floor(stages)
+            floor = quick_floor(stages.problem) if is_ample else self.floor(stages)
             budget_bytes = self._budget(stages, floor)
             if budget_bytes < floor.minimum_bytes:
-                raise _too_small(stages, floor, budget_bytes, self)
+                raise too_small(
+                    stages,
+                    floor,
+                    budget_bytes,
+                    reserved_bytes=self.reserved_bytes,
+                    constraints=self.constraints,
+                )
             self._say(f"solving for {format_bytes(budget_bytes)}")
             result = solve(
                 stages.problem,
@@ -145,7 +122,7 @@ class Planner:
             if floor.interrupted or result.limit == "interrupt":
                 self._say("interrupted: going on with the best plan so far")
                 notes += ("the search was interrupted: this is the best plan that it had found by then.",)
-            floor = _lowered(stages.problem, floor, result.schedule)
+            floor = lowered_floor(stages.problem, floor, result.schedule)
             return self._built(stages, result, budget_bytes, floor, _Identity.of(model, forward, args, kwargs), notes)
 
     def frontier(
@@ -172,7 +149,7 @@ class Planner:
                 progress=self._say,
             )
             for point in curve:
-                floor = _lowered(stages.problem, floor, point.schedule)
+                floor = lowered_floor(stages.problem, floor, point.schedule)
             identity = _Identity.of(model, forward, args, kwargs)
             notes = stages.costs.notes
             planner = replace(self, budget_fraction=None)
@@ -213,7 +190,7 @@ class Planner:
         """Least peak of a plan for one kind of call."""
         with shown(self.progress):
             stages = self.stages(model, forward, args, kwargs)
-            self._search_begins(_FLOOR_SHARE * self.time_limit_s)
+            self._search_begins(FLOOR_SHARE * self.time_limit_s)
             return self.floor(stages).minimum_bytes
 
     def stages(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Stages:
@@ -224,16 +201,7 @@ class Planner:
 
     def floor(self, stages: Stages) -> Floor:
         """Least peak of a plan for these stages. Found once per process and problem."""
-        if stages.problem in _FLOORS:
-            return _FLOORS[stages.problem]
-        self._say("finding the smallest budget")
-        time_limit_s = _FLOOR_SHARE * self.time_limit_s
-        floor = minimum_budget(stages.problem, time_limit_s=time_limit_s, progress=self._say)
-        if not floor.interrupted:
-            _FLOORS[stages.problem] = floor
-        while len(_FLOORS) > _MOST_FLOORS:
-            del _FLOORS[next(iter(_FLOORS))]
-        return floor
+        return known_floor(stages.problem, time_limit_s=self.time_limit_s, progress=self._say)
 
     def _capture(
         self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, kept: KeptModules
@@ -269,7 +237,7 @@ class Planner:
             loss=loss,
             accumulate_grad=self.accumulate_grad,
         )
-        lowering = _constrained(lowering, self.constraints)
+        lowering = constrained(lowering, self.constraints)
         self._say(f"costing {len(lowering.graph.ops)} ops")
         costs = cost_graph(self.cost_model, lowering.graph, self.progress)
         problem = Problem.from_op_graph(lowering.graph, costs, reserved_bytes=self.reserved_bytes)
@@ -308,109 +276,3 @@ class Planner:
         log.info("%s", what)
         if self.progress is not None:
             self.progress(what)
-
-
-def _constrained(lowering: Lowering, constraints: Constraints) -> Lowering:
-    graph = constrain(lowering.graph, constraints, lambda index: why_not_even_if_asked(lowering, index))
-    return replace(lowering, graph=graph)
-
-
-# A floor takes seconds, and the budgets that people ask for come from it: what minimum_budget() said must hold for the
-# optimize() that follows.
-_FLOORS: dict[Problem, Floor] = {}
-_MOST_FLOORS = 32
-_FLOOR_SHARE = 0.2  # of the time limit: the floor is context for most budgets, and the plan itself for few
-
-
-def _lowered(problem: Problem, floor: Floor, schedule: Schedule) -> Floor:
-    """The floor, or a lower one that a plan has shown; what is known of the problem from then on."""
-    if simulate(problem, schedule).peak_bytes < floor.minimum_bytes:
-        floor = _FLOORS[problem] = lowered(floor, problem, schedule)
-    return floor
-
-
-def _quick_floor(problem: Problem) -> Floor:
-    """A floor for a budget that does not need one: the lowest peak that is found without a solver."""
-    return minimum_budget(problem, time_limit_s=0.0)
-
-
-def relower(joint: JointGraph, plan: Plan) -> Lowering:
-    """Lower a graph that is being compiled as it was lowered for its plan.
-
-    Raises:
-        PlanMismatch: the plan's steps do not fit the graph (the plan is of another placemat version).
-    """
-    options = plan.options
-    lowering = lower(
-        joint,
-        device=plan.device,
-        static_bytes=plan.static_bytes,
-        loss=LossRegion(
-            frozenset(options["used_tangents"]),
-            options["loss_workspace_bytes"],
-            options["loss_held_bytes"],
-            options["tangents_held"],
-        ),
-        accumulate_grad=options["accumulate_grad"],
-    )
-    lowering = _constrained(lowering, Constraints(tuple(options["keep"]), tuple(options["recompute"])))
-    planned_ops = 1 + max(plan.schedule.computes, default=-1)
-    if planned_ops != len(lowering.graph.ops):
-        raise PlanMismatch(
-            f"the plan schedules {planned_ops} ops and this placemat makes {len(lowering.graph.ops)} of the same "
-            f"graph: it was saved by placemat {plan.placemat_version}. Remedy: plan() again."
-        )
-    _check_schedule(lowering.graph, plan)
-    return lowering
-
-
-def _check_schedule(graph: OpGraph, plan: Plan) -> None:
-    """The referee once more, workspaces left out: a plan file may have been edited."""
-    nothing = (0,) * len(graph.ops)
-    problem = Problem.from_op_graph(graph, Costs((0.0,) * len(graph.ops), nothing, nothing, ""))
-    try:
-        peak_bytes = simulate(problem, plan.schedule).peak_bytes
-    except InvalidSchedule as error:
-        raise PlanMismatch(f"the plan's schedule is not one for this graph: {error}. Remedy: plan() again.") from None
-    if peak_bytes > plan.predicted_peak_bytes:
-        raise PlanMismatch(
-            f"the plan's schedule needs at least {peak_bytes} bytes, more than the {plan.predicted_peak_bytes} that it "
-            "predicts: it was edited. Remedy: plan() again."
-        )
-
-
-def eager_bound(problem: Problem) -> int:
-    """Bytes that no step with the original forward exceeds: nothing is freed before the step is over.
-
-    Eager frees earlier, but when depends on Python locals and on what autograd saves; this bound needs to know neither.
-    """
-    values = sum(v.bytes for v in problem.values)
-    return problem.static_bytes + values + max((op.workspace_bytes for op in problem.ops), default=0)
-
-
-def _too_small(stages: Stages, floor: Floor, budget_bytes: int, planner: Planner) -> BudgetTooSmall:
-    """The floor's answer, with the decomposition at the binding step and the user's line."""
-    graph = stages.lowering.graph
-    simulation = simulate(stages.problem, floor.schedule)
-    breakdown = peak_breakdown(graph, simulation, planner.reserved_bytes)
-    op = next(o for o in graph.ops if o.name == floor.binding_op)
-    parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in breakdown.items() if size)
-    where = f"{op.name} ({op.target}{', in ' + op.module_path if op.module_path else ''})"
-    proven = (
-        f"no plan needs less ({floor.family})"
-        if floor.proven
-        else f"no smaller one was found, and below {floor.lower_bound_bytes} bytes there is none"
-    )
-    constraints = planner.constraints
-    return BudgetTooSmall(
-        f"budget {budget_bytes} bytes ({format_bytes(budget_bytes)}) is too small: the smallest budget"
-        f"{f' with {constraints}' if constraints else ''} is "
-        f"{floor.minimum_bytes} bytes ({format_bytes(floor.minimum_bytes)}), {proven}. There the peak is at "
-        f"{where}{', ' + op.source if op.source else ''}: {parts}. Remedy: budget_bytes={floor.minimum_bytes} or "
-        f"more, a smaller batch, or fewer {'entries in keep=' if constraints.keep else 'outputs held by the caller'}.",
-        minimum_budget_bytes=floor.minimum_bytes,
-        budget_bytes=budget_bytes,
-        breakdown=breakdown,
-        binding_op=op.name,
-        source=op.source,
-    )

@@ -1,0 +1,42 @@
+"""Floors of problems, found once per process.
+
+A floor takes seconds, and the budgets that people ask for come from it: what `minimum_budget()` said must hold for the
+`optimize()` that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from placemat.floor import FLOOR_SHARE, Floor, lowered, minimum_budget
+from placemat.problem import Problem
+from placemat.schedule import Schedule
+from placemat.simulate import simulate
+
+_FLOORS: dict[Problem, Floor] = {}
+_MOST_FLOORS = 32
+
+
+def known_floor(problem: Problem, *, time_limit_s: float, progress: Callable[[str], None]) -> Floor:
+    """Least peak of a plan for this problem, searched for in `FLOOR_SHARE` of a planning time limit, in seconds."""
+    if problem in _FLOORS:
+        return _FLOORS[problem]
+    progress("finding the smallest budget")
+    floor = minimum_budget(problem, time_limit_s=FLOOR_SHARE * time_limit_s, progress=progress)
+    if not floor.interrupted:
+        _FLOORS[problem] = floor
+    while len(_FLOORS) > _MOST_FLOORS:
+        del _FLOORS[next(iter(_FLOORS))]
+    return floor
+
+
+def lowered_floor(problem: Problem, floor: Floor, schedule: Schedule) -> Floor:
+    """The floor, or a lower one that a plan has shown; what is known of the problem from then on."""
+    if simulate(problem, schedule).peak_bytes < floor.minimum_bytes:
+        floor = _FLOORS[problem] = lowered(floor, problem, schedule)
+    return floor
+
+
+def quick_floor(problem: Problem) -> Floor:
+    """A floor for a budget that does not need one: the lowest peak that is found without a solver."""
+    return minimum_budget(problem, time_limit_s=0.0)
