@@ -18,7 +18,7 @@ from placemat.graph.capture import capture
 from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
-from placemat.graph.lower import LossRegion
+from placemat.graph.loss_region import LossRegion
 from placemat.graph.order import ancestors, split_phases
 from placemat.graph.storages import storage_bytes, storage_key, tensors_of
 

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,12 @@ from torch import fx
 
 from placemat.graph import autocast, batch_norm, eager_lower, gradients, purity
 from placemat.graph.allocator import allocated_bytes
-from placemat.graph.ir import Op, OpGraph, OpSignature, Phase, Role, Value
+from placemat.graph.border import add_accumulate, add_border, add_copy_back, mark_outputs
+from placemat.graph.ir import Op, OpGraph, Phase
 from placemat.graph.joint import JointGraph
+from placemat.graph.loss_region import LossRegion
 from placemat.graph.module_calls import CALL, IN_PLACE, UNNAMED
+from placemat.graph.op_builder import Builder, append, new_value, pseudo_op, values_behind
 from placemat.graph.order import split_phases, writes
 from placemat.graph.signature import signature
 from placemat.graph.sources import module_paths, user_line
@@ -32,23 +35,6 @@ from placemat.graph.storages import storage_bytes, storage_key, tensors_of
 # Bytes of a saved generator state: the Mersenne twister of the CPU, (seed, offset) of the CUDA generator
 # (torch.default_generator.get_state(), torch 2.9 to 2.14). A model on the meta device stands for one on a GPU.
 RNG_STATE_BYTES = {"cpu": 5056, "cuda": 16, "meta": 16}
-
-
-@dataclass(frozen=True)
-class LossRegion:
-    """What the caller does between forward and backward.
-
-    Attributes:
-        used_tangents: which of the forward's differentiable outputs (in tangent order) the loss reaches.
-        workspace_bytes: most bytes that computing the loss and its gradient holds beside the tangents it returns.
-        held_bytes: what the caller holds from the loss to the end of the step: the loss itself and its gradient.
-        tangents_held: whether the caller holds the tangents during the whole backward.
-    """
-
-    used_tangents: frozenset[int]
-    workspace_bytes: int = 0
-    held_bytes: int = 0
-    tangents_held: bool = True
 
 
 @dataclass(frozen=True)
@@ -71,20 +57,6 @@ class Lowering:
     @functools.cached_property
     def op_of_node(self) -> Mapping[fx.Node, int]:
         return {node: i for i, node in enumerate(self.node_of_op) if node is not None}
-
-
-@dataclass
-class _Builder:
-    joint: JointGraph
-    loss: LossRegion
-    ops: list[Op] = field(default_factory=list)
-    nodes: list[fx.Node | None] = field(default_factory=list)
-    values: list[Value] = field(default_factory=list)
-    value_of_storage: dict[int, int | None] = field(default_factory=dict)  # None: static
-    value_of_node: dict[fx.Node, int] = field(default_factory=dict)
-    base_of_value: dict[int, fx.Node] = field(default_factory=dict)
-    state_of_op: dict[int, int] = field(default_factory=dict)
-    mutated_reads: dict[fx.Node, str] = field(default_factory=dict)  # node -> name of the overwritten input it shows
 
 
 def lower(
@@ -113,19 +85,19 @@ def lower(
     batch_norm.drop_statistics_copies(graph)
     gradients.prune_tangents(graph, [t for i, t in enumerate(joint.tangents) if i not in loss.used_tangents])
     eager_lower.check_sums(graph)
-    build = _Builder(joint, loss)
+    build = Builder(joint, loss)
     _bind_static(build)
     forward, backward = split_phases(joint)
     paths = module_paths(graph)
     for node in forward:
         purity.check_draw_order(node)
         _add_call(build, node, "forward", device, paths[node])
-    _mark_outputs(build)
-    _add_copy_back(build)
-    border = _add_border(build)
+    mark_outputs(build)
+    add_copy_back(build)
+    border = add_border(build)
     for node in backward:
         _add_call(build, node, "backward", device, paths[node])
-    _add_accumulate(build, accumulate_grad)
+    add_accumulate(build, accumulate_grad)
     op_graph = OpGraph(
         ops=tuple(build.ops),
         values=tuple(replace(v, bytes=allocated_bytes(v.bytes, device)) for v in build.values),
@@ -167,7 +139,7 @@ def _merge_results(graph: fx.Graph) -> None:
                     graph.erase_node(user)
 
 
-def _bind_static(build: _Builder) -> None:
+def _bind_static(build: Builder) -> None:
     joint = build.joint
     overwritten = set(joint.mutated_inputs.values())
     for i, node in enumerate(joint.primals):
@@ -182,7 +154,7 @@ def _bind_static(build: _Builder) -> None:
                 build.value_of_storage[storage_key(tensor)] = None
 
 
-def _add_call(build: _Builder, node: fx.Node, phase: Phase, device: str, path: str) -> None:
+def _add_call(build: Builder, node: fx.Node, phase: Phase, device: str, path: str) -> None:
     """Add a call as an op, or fold it into the storage that it views."""
     mutated = next((build.mutated_reads[n] for n in node.all_input_nodes if n in build.mutated_reads), None)
     if _is_view(build, node) or node.target is operator.getitem:  # storages of results were registered with their op
@@ -217,10 +189,10 @@ def _add_call(build: _Builder, node: fx.Node, phase: Phase, device: str, path: s
         call=(node.meta.get("custom") or {}).get(CALL),
         reads_static=any(_is_static(build, n) for n in node.all_input_nodes),
     )
-    _append(build, op, node)
+    append(build, op, node)
 
 
-def _other_mutated(build: _Builder, node: fx.Node) -> str | None:
+def _other_mutated(build: Builder, node: fx.Node) -> str | None:
     """The overwritten input that a BatchNorm reads beside its running statistics, if any."""
     running = {node.args[3], node.args[4]}
     return next(
@@ -236,7 +208,7 @@ def _autograd_node(node: fx.Node) -> int | None:
     return number
 
 
-def _overwrites(build: _Builder, node: fx.Node, inputs: tuple[int, ...]) -> int | None:
+def _overwrites(build: Builder, node: fx.Node, inputs: tuple[int, ...]) -> int | None:
     """The value in whose storage eager writes a result, if it has one."""
     if not (node.meta.get("custom") or {}).get(IN_PLACE) or not node.args or not isinstance(node.args[0], fx.Node):
         return None
@@ -244,26 +216,20 @@ def _overwrites(build: _Builder, node: fx.Node, inputs: tuple[int, ...]) -> int 
     return value if value in inputs else None
 
 
-def _is_static(build: _Builder, node: fx.Node) -> bool:
+def _is_static(build: Builder, node: fx.Node) -> bool:
     return node not in build.value_of_node and any(
         t is not None and build.value_of_storage.get(storage_key(t), 0) is None for t in tensors_of(node)
     )
 
 
-def _append(build: _Builder, op: Op, node: fx.Node | None) -> None:
-    assert op.index == len(build.ops)
-    build.ops.append(op)
-    build.nodes.append(node)
-
-
-def _is_view(build: _Builder, node: fx.Node) -> bool:
+def _is_view(build: Builder, node: fx.Node) -> bool:
     """Whether every result of the call lives in a storage that was there before, and nothing was written to it."""
     tensors = tensors_of(node)
     known = [t is not None and storage_key(t) in build.value_of_storage for t in tensors]
     return bool(known) and all(known) and not writes(node) and node.target is not operator.getitem
 
 
-def _alias(build: _Builder, node: fx.Node) -> None:
+def _alias(build: Builder, node: fx.Node) -> None:
     for tensor in tensors_of(node):
         value = None if tensor is None else build.value_of_storage.get(storage_key(tensor))
         if value is not None:
@@ -272,17 +238,12 @@ def _alias(build: _Builder, node: fx.Node) -> None:
                 build.base_of_value.setdefault(value, node)
 
 
-def _reads(build: _Builder, node: fx.Node) -> tuple[int, ...]:
+def _reads(build: Builder, node: fx.Node) -> tuple[int, ...]:
     """Values that a call reads, each once, in order of index."""
     return tuple(sorted({v for n in node.all_input_nodes for v in values_behind(build.value_of_node, n)}))
 
 
-def values_behind(value_of_node: Mapping[fx.Node, int], node: fx.Node) -> tuple[int, ...]:
-    value = value_of_node.get(node)
-    return () if value is None else (value,)
-
-
-def _new_values(build: _Builder, node: fx.Node, op_index: int) -> tuple[int, ...]:
+def _new_values(build: Builder, node: fx.Node, op_index: int) -> tuple[int, ...]:
     """Register the storages that a call creates."""
     created: list[int] = []
     tensors = tensors_of(node)
@@ -295,7 +256,7 @@ def _new_values(build: _Builder, node: fx.Node, op_index: int) -> tuple[int, ...
             if single and build.value_of_storage[key] is not None:  # an op that writes to a value and returns it
                 build.value_of_node[node] = build.value_of_storage[key]  # type: ignore[assignment]
             continue
-        value = _new_value(build, node.name, storage_bytes(node, tensor), op_index, "activation", tensor=tensor)
+        value = new_value(build, node.name, storage_bytes(node, tensor), op_index, "activation", tensor=tensor)
         build.value_of_storage[key] = value
         created.append(value)
         if single:
@@ -304,140 +265,10 @@ def _new_values(build: _Builder, node: fx.Node, op_index: int) -> tuple[int, ...
     return tuple(created)
 
 
-def _new_value(
-    build: _Builder,
-    name: str,
-    nbytes: int,
-    producer: int,
-    role: Role,
-    pinned: bool = False,
-    tensor: torch.Tensor | None = None,
-) -> int:
-    shape = None if tensor is None else tuple(int(size) for size in tensor.shape)
-    dtype = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
-    value = Value(len(build.values), name, nbytes, producer, role, pinned, shape, dtype)
-    build.values.append(value)
-    return value.index
-
-
-def _pseudo_op(
-    build: _Builder, name: str, phase: Phase, inputs: tuple[int, ...], outputs: tuple[int, ...], **extra: Any
-) -> Op:
-    return Op(
-        index=len(build.ops),
-        name=name,
-        signature=OpSignature(f"placemat.{name}", (), (), ()),
-        phase=phase,
-        inputs=inputs,
-        recompute_inputs=inputs,
-        outputs=outputs,
-        recomputable=False,
-        why_not="it is no operator of the model",
-        **extra,
-    )
-
-
-def _add_rng_state(build: _Builder, node: fx.Node, device: str) -> int:
+def _add_rng_state(build: Builder, node: fx.Node, device: str) -> int:
     """A pseudo-op before a random op that saves the generator's state, for replays."""
-    state = _new_value(build, f"{node.name}_rng_state", RNG_STATE_BYTES[device], len(build.ops), "rng_state")
-    op = replace(_pseudo_op(build, "rng_state", "forward", (), (state,)), name=f"{node.name}_rng_state")
+    state = new_value(build, f"{node.name}_rng_state", RNG_STATE_BYTES[device], len(build.ops), "rng_state")
+    op = replace(pseudo_op(build, "rng_state", "forward", (), (state,)), name=f"{node.name}_rng_state")
     build.state_of_op[op.index + 1] = state
-    _append(build, op, None)
+    append(build, op, None)
     return state
-
-
-def _pin(build: _Builder, value: int, role: Role) -> None:
-    build.values[value] = replace(build.values[value], pinned=True, role=role)
-
-
-def _mark_outputs(build: _Builder) -> None:
-    """The caller holds the outputs (and AOT the bases of view outputs) until the step is over."""
-    mutated = build.joint.mutated_inputs
-    for i, node in enumerate(build.joint.forward_outputs):
-        if i not in mutated and isinstance(node, fx.Node):
-            for value in values_behind(build.value_of_node, node):
-                _pin(build, value, "output")
-
-
-def _add_copy_back(build: _Builder) -> None:
-    """New contents of overwritten inputs live until the forward has returned, when they are copied back."""
-    outputs = build.joint.forward_outputs
-    nodes = [outputs[i] for i in build.joint.mutated_inputs if isinstance(outputs[i], fx.Node)]
-    values = tuple(sorted({v for n in nodes for v in values_behind(build.value_of_node, n)}))
-    if not values:
-        return
-    for value in values:
-        if not build.values[value].pinned:
-            build.values[value] = replace(build.values[value], role="mutation")
-    _append(build, _pseudo_op(build, "copy_back", "forward", values, ()), None)
-
-
-def _add_border(build: _Builder) -> int:
-    """The caller's turn: the loss and its gradient, which become the tangents."""
-    outputs = tuple(sorted({v.index for v in build.values if v.pinned}))
-    index = len(build.ops)
-    tangents, copied_bytes = _add_tangents(build, index)
-    if copied_bytes and build.loss.tangents_held:
-        tangents.append(_new_value(build, "copied_tangents", copied_bytes, index, "tangent", pinned=True))
-    if view_bytes := _view_gradient_bytes(build):
-        tangents.append(_new_value(build, "gradients_of_views", view_bytes, index, "gradient", pinned=True))
-    if build.loss.held_bytes:
-        tangents.append(_new_value(build, "loss", build.loss.held_bytes, index, "output", pinned=True))
-    passing_bytes = 0 if build.loss.tangents_held else copied_bytes
-    workspace_bytes = max(build.loss.workspace_bytes, passing_bytes)
-    op = _pseudo_op(build, "border", "border", outputs, tuple(tangents), known_workspace_bytes=workspace_bytes)
-    _append(build, op, None)
-    return index
-
-
-def _add_tangents(build: _Builder, border: int) -> tuple[list[int], int]:
-    """Values of the tangents that the loss sends, and the bytes of those that backward reads a sum of.
-
-    Where an output is returned several times, every occurrence may have a tangent, and the backward has their sum.
-    """
-    tangents: list[int] = []
-    copied_bytes = 0
-    times_returned = build.joint.times_returned or (1,) * len(build.joint.tangents)
-    for i, (node, times) in enumerate(zip(build.joint.tangents, times_returned, strict=True)):
-        if i not in build.loss.used_tangents:
-            continue
-        (tensor,) = tensors_of(node)
-        assert tensor is not None
-        nbytes = tensor.numel() * tensor.element_size()  # dense, whatever the output is
-        is_copied = times > 1
-        copied_bytes += times * nbytes if is_copied else 0
-        pinned = build.loss.tangents_held and not is_copied
-        value = _new_value(build, node.name, nbytes, border, "tangent", pinned=pinned, tensor=tensor)
-        build.value_of_storage[storage_key(tensor)] = value
-        build.value_of_node[node] = value
-        build.base_of_value[value] = node
-        tangents.append(value)
-    return tangents, copied_bytes
-
-
-def _view_gradient_bytes(build: _Builder) -> int:
-    """Bytes of gradients that autograd makes for inputs of which the forward returns views.
-
-    Such views are made outside of the captured region. Their backward runs before the region's own, and makes gradients
-    as large as the inputs, which wait for what the region adds. Every view may have a gradient, too.
-    """
-    joint = build.joint
-    trained = [n for n, known in zip(joint.primals, joint.inputs, strict=True) if known.requires_grad]
-    inputs = {storage_key(t): t for n in trained for t in tensors_of(n) if t is not None}
-    views = [n for i, n in enumerate(joint.forward_outputs) if isinstance(n, fx.Node) and i not in joint.mutated_inputs]
-    seen = [t for n in views if n.op == "call_function" for t in tensors_of(n) if t is not None]
-    of_inputs = [t for t in seen if storage_key(t) in inputs]
-    whole = {storage_key(t): inputs[storage_key(t)] for t in of_inputs}
-    return sum(t.numel() * t.element_size() for t in (*of_inputs, *whole.values()))
-
-
-def _add_accumulate(build: _Builder, accumulate_grad: bool) -> None:
-    """Gradients are returned together and stay; autograd copies those that it cannot take over."""
-    joint = build.joint
-    pairs = [(p, g) for p, g in zip(joint.primals, joint.gradients, strict=True) if isinstance(g, fx.Node)]
-    values = tuple(sorted({v for _, g in pairs for v in values_behind(build.value_of_node, g)}))
-    for value in values:
-        if build.values[value].role not in ("output", "tangent"):
-            _pin(build, value, "gradient")
-    copies = 0 if accumulate_grad else gradients.copied_bytes(pairs)
-    _append(build, _pseudo_op(build, "accumulate", "backward", values, (), known_workspace_bytes=copies), None)

@@ -21,7 +21,8 @@ from placemat.graph.capture import capture
 from placemat.graph.eager_modules import KeptModules
 from placemat.graph.joint import JointGraph
 from placemat.graph.loss import capture_loss
-from placemat.graph.lower import LossRegion, lower
+from placemat.graph.loss_region import LossRegion
+from placemat.graph.lower import lower
 from placemat.graph.static import static_bytes
 from placemat.known_floors import known_floor, lowered_floor, quick_floor
 from placemat.parallel_wrappers import refuse_parallel

@@ -10,7 +10,8 @@ from placemat.graph.errors import InvalidSchedule, PlanMismatch
 from placemat.graph.forced import why_not_even_if_asked
 from placemat.graph.ir import OpGraph
 from placemat.graph.joint import JointGraph
-from placemat.graph.lower import LossRegion, Lowering, lower
+from placemat.graph.loss_region import LossRegion
+from placemat.graph.lower import Lowering, lower
 from placemat.plan import Plan
 from placemat.problem import Problem
 from placemat.simulate import simulate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from placemat.cost_models.base import Costs
-from placemat.graph.loss import LossRegion
+from placemat.graph.loss_region import LossRegion
 from placemat.graph.lower import Lowering
 from placemat.problem import Problem
 

@@ -9,7 +9,8 @@ from torch import nn
 from placemat.graph.capture import capture
 from placemat.graph.eager_modules import KeptModules
 from placemat.graph.ir import OpGraph
-from placemat.graph.lower import RNG_STATE_BYTES, LossRegion, lower
+from placemat.graph.loss_region import LossRegion
+from placemat.graph.lower import RNG_STATE_BYTES, lower
 from placemat.graph.static import static_bytes
 from tests.steps import make_step
 
