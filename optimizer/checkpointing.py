@@ -52,10 +52,12 @@ class CheckpointedForward:
         module: the module itself.
         path: of it, for messages.
         replaced: what its `__dict__` had under "forward" before, or None.
+        bypassed: whether calls run the forward that was there before (`verify` compares with that).
     """
 
     def __init__(self, module: nn.Module, path: str) -> None:
         self.module, self.path = module, path
+        self.bypassed = False
         self.replaced: Callable[..., Any] | None = module.__dict__.get("forward")
 
     @property
@@ -72,7 +74,7 @@ class CheckpointedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A trace has no second run: what a captured step recomputes is a plan's business.
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if self.bypassed or torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

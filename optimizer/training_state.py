@@ -127,14 +127,15 @@ def original_forwards(model: nn.Module) -> Iterator[None]:
 
     What another library wrapped around the handle since stays around it.
     """
-    handles = [handle for module in model.modules() if (handle := module.__dict__.get(ATTRIBUTE)) is not None]
-    for handle in handles:
-        handle.bypassed = True
+    found = [module.__dict__.get(name) for module in model.modules() for name in (ATTRIBUTE, "forward")]
+    replacements: list[Any] = [forward for forward in found if hasattr(forward, "bypassed")]
+    for forward in replacements:
+        forward.bypassed = True
     try:
         yield
     finally:
-        for handle in handles:
-            handle.bypassed = False
+        for forward in replacements:
+            forward.bypassed = False
 
 
 def clone_inputs(
