@@ -40,7 +40,8 @@ def optional_at_its_floor() -> nn.Module:
     ("args", "kwargs", "words"),
     [
         ((X,), {"context": CONTEXT, "repeat": 3}, r"argument repeat is extra \(3\)"),
-        ((X, CONTEXT), {"repeat": 3}, r"argument repeat is extra \(3\)"),  # by position: still the same argument
+        # By position: still the same argument.
+        pytest.param((X, CONTEXT), {"repeat": 3}, r"argument repeat is extra \(3\)", marks=pytest.mark.slow),
         ((X.repeat(4, 1, 1),), {}, r"argument context is not given \(planned: float32 \(2, 6, 8\) on cpu\)"),
         ((X.repeat(4, 1, 1),), {"context": CONTEXT.repeat(4, 1, 1)}, r"x is float32 \(8, 4, 8\).*planned: float32 \(2"),
         ((X.clone().requires_grad_(),), {"context": CONTEXT, "repeat": 3}, "x is .*requires a gradient"),

@@ -29,7 +29,9 @@ def outcome(work: Workload):
     return run_step(work.model, work.args, work.kwargs, work.loss)
 
 
-@pytest.mark.parametrize("name", ["transformer", "unet", "inception", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["transformer", *(pytest.param(n, marks=pytest.mark.slow) for n in ("unet", "inception", "gpt2"))]
+)
 def test_same_step_and_same_buffers(name):
     make, paths = WORKLOADS[name]
     work = make()

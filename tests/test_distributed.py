@@ -97,6 +97,7 @@ def ddp_job(rank: int) -> None:
         placemat.optimize(nn.SyncBatchNorm.convert_sync_batchnorm(eager), "1 GiB")
 
 
+@pytest.mark.slow
 def test_ranks_share_a_plan_and_train_as_under_ddp_alone(tmp_path: Path) -> None:
     run_job(ddp_job, tmp_path)
 

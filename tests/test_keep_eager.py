@@ -76,7 +76,10 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+QUICK = ("lstm-bidirectional-dropout", "gru")  # the others are slow
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LAYERS])
 def test_recurrent_layers_have_eagers_bits_within_the_budget(name):
     model = ready(Around(first, inner=LAYERS[name]()), X)
     plan = check_step(model)

@@ -11,7 +11,7 @@ from tests.library_models import LIBRARY_MODELS, llama, mixtral
 from tests.models import Workload
 from tests.steps import run_step
 
-QUICK = ("Llama", "GPT-2 with LoRA")
+QUICK = ("Llama",)
 
 
 def check(work: Workload, **options) -> placemat.Plan:

@@ -192,7 +192,7 @@ class Hooked(nn.Module):
         return (y + self.inner(x)).sum()
 
 
-@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("others", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_hooks_that_the_forward_registers_and_removes_are_part_of_the_step(others):
     torch.manual_seed(0)
     model = Hooked()
@@ -252,7 +252,7 @@ def test_recurrent_functions_and_packing_are_refused_with_their_line(kind, forwa
         placemat.optimize(model, "1 GiB", (X,))
 
 
-@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.parametrize("kind", [pytest.param(nn.LSTMCell, marks=pytest.mark.slow), nn.GRUCell, nn.RNNCell])
 def test_recurrent_cells_in_a_loop_have_eagers_bits(kind):
     def forward(m, x):
         state = None

@@ -106,7 +106,7 @@ WORKLOADS: dict[str, Callable[[], models.Workload]] = {
 }
 
 
-@pytest.mark.parametrize("memory_budget", [0.6, 0.3])
+@pytest.mark.parametrize("memory_budget", [pytest.param(0.6, marks=pytest.mark.slow), 0.3])
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_what_pytorchs_min_cut_saves_is_dominated(name: str, memory_budget: float) -> None:
     model, args, kwargs, _ = WORKLOADS[name]()
