@@ -483,5 +483,6 @@ def wrapped(s: Sketch) -> None:
 
 @piece(2)
 def hooked(s: Sketch) -> None:
-    if (x := s.pick(lambda t: t.requires_grad)) and x.startswith("v"):
+    # PyTorch crashes on hooks of some views that were written to.
+    if (x := s.pick(lambda t: t.requires_grad and t._base is None)) and x.startswith("v"):
         s.statement(f"if {x}.requires_grad: {x}.register_hook(lambda g: g * 0.5)")
