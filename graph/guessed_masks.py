@@ -36,10 +36,11 @@ def refuse_guessed_masks(graph_module: fx.GraphModule, files_that_asked: Iterabl
             continue
         mask = node.kwargs.get("attn_mask", node.args[3] if len(node.args) > 3 else None)
         if mask is not None and _is_repeated(node.args[1] if len(node.args) > 1 else node.kwargs["key"]):
+            where = user_line(node.meta.get("stack_trace")) or "an unknown line"
             raise UnsupportedFeature(
                 "the model's attention cannot be captured as eager runs it: its library asks whether it is compiled, "
                 "and then makes a mask that it does without in eager if nothing is hidden; with keys and values that "
-                f"query heads share, gradients would round otherwise. At {user_line(node.meta.get('stack_trace')) or 'an unknown line'}. Remedy: set the "
+                f"query heads share, gradients would round otherwise. At {where}. Remedy: set the "
                 "environment variable TRANSFORMERS_SDPA_FORCE_GQA=1, with which the mask changes no bit; or "
                 'attn_implementation="eager"; or pass a mask of four dimensions.'
             )
