@@ -310,8 +310,8 @@ def _graph_break_text(error: Any) -> str:
     return (
         f"the model's forward cannot be captured as one graph ({kind}; data-dependent control flow, calls out of "
         f"torch and Python side effects end a graph): {first_line(error)}. At {where}. Remedy: rewrite that line "
-        "with tensor operations (torch.where, masks), move it out of forward(), or optimize the submodules around "
-        "it instead."
+        "with tensor operations (torch.where, masks), move it out of forward(), or leave the module that it is in to "
+        "eager with keep_eager=[its path]."
     )
 
 

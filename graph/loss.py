@@ -6,6 +6,7 @@ the joint graph where the model ends and the loss begins, and which outputs get 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,8 +58,10 @@ def capture_loss(
 
     Raises:
         CaptureError: the loss cannot be captured.
-        UnsupportedFeature: the loss does not depend on the model's outputs, or their type is opaque to PyTorch.
+        UnsupportedFeature: the loss does not depend on the model's outputs, or their type is opaque to PyTorch; loss_fn
+            does not take one argument.
     """
+    _check_signature(loss_fn)
 
     def with_loss(*args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
@@ -92,6 +95,20 @@ def capture_loss(
         held_bytes=loss_bytes + sum(t.numel() * t.element_size() for _, t in losses),  # and what backward() starts from
         tangents_held=is_output or not torch_private.TANGENTS_ARE_FREED,
     )
+
+
+def _check_signature(loss_fn: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(loss_fn)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise UnsupportedFeature(
+            f"loss_fn takes {signature}, and is called with one argument, what the model returns. Remedy: "
+            "loss_fn=lambda output: your_loss(output, targets), with targets made from the output's shape."
+        ) from None
 
 
 def _outputs_behind_marks(whole: JointGraph) -> set[fx.Node]:

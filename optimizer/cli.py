@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -43,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = {"plan": _plan, "show": _show, "frontier": _frontier, "check": _check}[options.command]
     try:
         code: int = command(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except BudgetTooSmall as error:
         return _refuse(options, error, BUDGET_TOO_SMALL, minimum_budget_bytes=error.minimum_budget_bytes)
     except PlacematError as error:

@@ -316,3 +316,9 @@ def test_edited_schedule_is_refused(tmp_path, edit):
     placemat.apply(model, edited)
     with pytest.raises(placemat.PlanMismatch, match="plan"):
         model(*args)
+
+
+def test_a_loss_of_two_arguments_is_refused_as_such():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+    with pytest.raises(placemat.UnsupportedFeature, match=r"loss_fn takes \(output, target\).*Remedy: loss_fn=lambda"):
+        placemat.plan(model, "1 MiB", (x,), loss_fn=lambda output, target: (output - target).sum())
