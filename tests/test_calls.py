@@ -44,7 +44,10 @@ def optional_at_its_floor() -> nn.Module:
         pytest.param((X, CONTEXT), {"repeat": 3}, r"argument repeat is extra \(3\)", marks=pytest.mark.slow),
         ((X.repeat(4, 1, 1),), {}, r"argument context is not given \(planned: float32 \(2, 6, 8\) on cpu\)"),
         ((X.repeat(4, 1, 1),), {"context": CONTEXT.repeat(4, 1, 1)}, r"x is float32 \(8, 4, 8\).*planned: float32 \(2"),
-        ((X.clone().requires_grad_(),), {"context": CONTEXT, "repeat": 3}, "x is .*requires a gradient"),
+        pytest.param(
+            *((X.clone().requires_grad_(),), {"context": CONTEXT, "repeat": 3}, "x is .*requires a gradient"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_call_that_does_not_fit_the_budget_is_compared_with_the_planned_one(args, kwargs, words):

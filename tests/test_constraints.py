@@ -316,7 +316,9 @@ def test_a_fact_about_an_operator_is_no_matter_of_opinion() -> None:
     ("name", "options"),
     [
         ("branches", {"recompute": ["left"], "keep": ["right.*"]}),
-        ("attention", {"recompute": ["aten.native_dropout", "norm"], "keep": ["qkv"]}),
+        pytest.param(
+            "attention", {"recompute": ["aten.native_dropout", "norm"], "keep": ["qkv"]}, marks=pytest.mark.slow
+        ),
         pytest.param("attention", {"recompute": ["*"]}, marks=pytest.mark.slow),
         ("convolutions", {"recompute": ["down", "mid.1"]}),
     ],
