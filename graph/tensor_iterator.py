@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from placemat.graph.gradients import is_dense
+
 Strides = tuple[int, ...]
 _Operand = tuple[Sequence[int], Strides]  # shape, strides
 
@@ -23,7 +25,7 @@ def elementwise_strides(operands: Sequence[torch.Tensor]) -> Strides:
             return _packed(shape, range(len(shape) - 1, -1, -1))
         if len(shape) == 4 and all(t.is_contiguous(memory_format=torch.channels_last) for t in operands):
             return _packed(shape, (1, 3, 2, 0))
-        if len({t.stride() for t in operands}) == 1 and _is_dense(operands[0]):
+        if len({t.stride() for t in operands}) == 1 and is_dense(operands[0]):
             return operands[0].stride()
     expanded = [_expanded(t.shape, t.stride(), shape) for t in operands]
     return _packed(shape, _fastest_first(shape, expanded))
@@ -72,10 +74,3 @@ def _packed(shape: Sequence[int], order: Sequence[int]) -> Strides:
         strides[dim] = step
         step *= max(shape[dim], 1)
     return tuple(strides)
-
-
-def _is_dense(t: torch.Tensor) -> bool:
-    order = sorted(range(t.ndim), key=lambda d: (t.stride(d), t.shape[d]))
-    kept = [d for d in order if t.shape[d] != 1]
-    packed = _packed([t.shape[d] for d in kept], range(len(kept)))
-    return all(t.stride(d) == s for d, s in zip(kept, packed, strict=True))

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from placemat.graph.errors import PlacematError, UnsupportedFeature
+from placemat.installed import forward_under
 
 _COUNTER = "num_batches_tracked"
 # Functions that write running statistics without a trace in version counters; positions of mean and variance.
@@ -63,10 +64,7 @@ class CheckpointedForward:
     @property
     def original(self) -> Callable[..., Any]:
         """The forward that was there before."""
-        if self.replaced is not None:
-            return self.replaced
-        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return forward
+        return forward_under(self.module, self.replaced)
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -29,7 +29,7 @@ from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import PlacematError, PlanMismatch, UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
-from placemat.installed import Rebindable
+from placemat.installed import Rebindable, forward_under
 from placemat.parallel_wrappers import refuse_parallel
 from placemat.pipeline import Planner
 from placemat.plan import Plan
@@ -88,10 +88,7 @@ class Handle:
 
     @property
     def original(self) -> Callable[..., Any]:
-        if self.replaced is not None:
-            return self.replaced
-        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return forward
+        return forward_under(self.module, self.replaced)
 
     @property
     def __func__(self) -> Rebindable:

@@ -63,3 +63,11 @@ def unwrapped_handle_of(model: nn.Module) -> Any:
             "accelerator.unwrap_model(model, keep_fp32_wrapper=False)."
         )
     return handle
+
+
+def forward_under(module: nn.Module, replaced: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What a module runs without us: what its `__dict__` had under "forward" before, or its class's method."""
+    if replaced is not None:
+        return replaced
+    forward: Callable[..., Any] = type(module).forward.__get__(module)
+    return forward
