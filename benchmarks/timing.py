@@ -29,10 +29,18 @@ def hold_freed_memory() -> bool:
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of one contender, and the median of its ratios to the reference, taken round by round."""
+    """Seconds of one contender beside the reference's.
+
+    Attributes:
+        seconds: median over rounds.
+        ratio: median of the ratios to the reference, taken round by round.
+        fastest_ratio: of the fastest rounds of both: other work on the machine only ever adds seconds, so with many
+            rounds this one is disturbed least.
+    """
 
     seconds: float
     ratio: float
+    fastest_ratio: float
 
 
 def interleave(
@@ -60,6 +68,7 @@ def interleave(
         name: Timing(
             seconds=statistics.median(own),
             ratio=statistics.median(a / b for a, b in zip(own, seconds[reference], strict=True)),
+            fastest_ratio=min(own) / min(seconds[reference]),
         )
         for name, own in seconds.items()
     }

@@ -29,6 +29,14 @@ def is_library_file(path: str) -> bool:
     return _is_inside(path, _LIBRARY_ROOTS)
 
 
+def users_stacklevel() -> int:
+    """`stacklevel` with which a `warnings.warn` in the caller points to the user's line that led there."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and is_library_file(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _is_inside(path: str, roots: tuple[str, ...]) -> bool:
     return os.path.abspath(path).startswith(tuple(root + os.sep for root in roots))
 

@@ -7,6 +7,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from placemat.graph.errors import UndeclaredGradients
+from placemat.graph.sources import users_stacklevel
 from placemat.plan import Plan
 from placemat.schedule import Compute
 from placemat.simulate import simulate
@@ -48,8 +49,8 @@ class GradientWatch:
             self._warn(
                 f"a forward of the optimized {self._name()} begins while its parameters have gradients of "
                 f"{_size(existing_bytes)} already, which the plan was not told of: up to backward it takes "
-                f"{peak_bytes} bytes without them, under a budget of {plan.budget_bytes}. {_REMEDY}, not between "
-                "forward and backward (in a LightningModule: in on_train_batch_start)."
+                f"{peak_bytes} bytes without them, {_together(peak_bytes + existing_bytes, plan)}. {_REMEDY}, not "
+                "between forward and backward (in a LightningModule: in on_train_batch_start)."
             )
 
     def before_backward(self) -> None:
@@ -59,7 +60,8 @@ class GradientWatch:
             self._warn(
                 f"backward() through the optimized {self._name()} begins while its parameters have gradients of "
                 f"{_size(existing_bytes)} already, which the plan was not told of: it predicts a peak of "
-                f"{plan.predicted_peak_bytes} bytes without them, under a budget of {plan.budget_bytes}. {_REMEDY}."
+                f"{plan.predicted_peak_bytes} bytes without them, "
+                f"{_together(plan.predicted_peak_bytes + existing_bytes, plan)}. {_REMEDY}."
             )
 
     def _undeclared(self) -> tuple[Plan | None, int]:
@@ -76,7 +78,7 @@ class GradientWatch:
 
     def _warn(self, message: str) -> None:
         self.has_warned = True
-        warnings.warn(message, UndeclaredGradients, stacklevel=3)
+        warnings.warn(message, UndeclaredGradients, stacklevel=users_stacklevel())
 
 
 def forward_peak_bytes(plan: Plan) -> int:
@@ -85,6 +87,12 @@ def forward_peak_bytes(plan: Plan) -> int:
     steps = plan.schedule.steps
     end = next((i for i, s in enumerate(steps) if isinstance(s, Compute) and s.op == plan.problem.border), len(steps))
     return max(bytes_by_step[: end + 1], default=0)
+
+
+def _together(total_bytes: int, plan: Plan) -> str:
+    over = total_bytes - plan.budget_bytes
+    fits = f"{over} more than the budget" if over > 0 else "still within the budget"
+    return f"up to {total_bytes} with them, {fits} of {plan.budget_bytes}"
 
 
 def _size(num_bytes: int) -> str:

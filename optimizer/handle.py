@@ -168,7 +168,8 @@ class Handle:
         except PlacematError as error:
             planned = [plan.options["call"] for plan in self.plans.values()]
             difference = call_difference(planned, describe_call(self.module, self.original, args, kwargs))
-            error.args = (f"{error} {difference}".rstrip(),)
+            parts = (difference, str(error)) if isinstance(error, PlanMismatch) else (str(error), difference)
+            error.args = (" ".join(filter(None, parts)),)
             raise
 
     def _decide(self, args: Any, kwargs: Any) -> bool:
@@ -257,7 +258,9 @@ def _check_fingerprint(plan: Plan, fingerprint: str) -> None:
         raise PlanMismatch(
             f"the plan was made for graph {plan.fingerprint[:12]} (torch {plan.torch_version}), but this model with "
             f"these inputs gives graph {fingerprint[:12]} on torch {torch.__version__}: another model, other "
-            "shapes, dtypes or flags, or another torch version. Remedy: plan() again for this call."
+            "shapes, dtypes or flags, or another torch version. Remedy: a DataLoader's last, smaller batch goes away "
+            "with drop_last=True; plan() again for this call; or placemat.optimize(model, budget), which plans for "
+            "each kind of call, where apply() holds to one plan."
         )
 
 

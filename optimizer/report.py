@@ -39,12 +39,14 @@ class Report:
         optimized: peak and time of the optimized step.
         nondeterministic: names of rows in which two runs of the *reference* differed from each other: there a
             difference says nothing about the plan.
+        notes: what was compared if it is not a planned step with an unplanned one.
     """
 
     rows: tuple[Row, ...]
     reference: Measurement
     optimized: Measurement
     nondeterministic: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -72,7 +74,7 @@ class Report:
             size = "" if row.max_abs_difference is None else f"  max |difference| {row.max_abs_difference:.3g}"
             own = "  (differs between two runs of the reference)" if row.name in self.nondeterministic else ""
             lines.append(f"  {row.name:<{width}}  {row.status:<9}{size}  {row.detail}{own}".rstrip())
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"note     {note}" for note in self.notes)])
 
 
 def compare_all(reference: Mapping[str, Any], result: Mapping[str, Any]) -> Iterator[Row]:

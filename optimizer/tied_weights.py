@@ -14,6 +14,7 @@ from torch import fx
 from placemat.graph import torch_private
 from placemat.graph.errors import RoundingDiffers
 from placemat.graph.joint import JointGraph
+from placemat.graph.sources import users_stacklevel
 
 
 def tied_leaves(joint: JointGraph) -> tuple[str, ...]:
@@ -38,7 +39,7 @@ class TiedWeights:
         again, self._last_backward = backward == self._last_backward, backward
         if again and names and not self._told:
             self._told = True
-            warnings.warn(_several_calls(names), RoundingDiffers, stacklevel=2)
+            warnings.warn(_several_calls(names), RoundingDiffers, stacklevel=users_stacklevel())
 
 
 def _several_calls(names: tuple[str, ...]) -> str:

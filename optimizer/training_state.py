@@ -121,14 +121,19 @@ def set_rng_states(states: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(state, name)
 
 
+def replaced_forwards(model: nn.Module) -> list[Any]:
+    """What placemat put in the place of the forward of the model, and of any module inside it."""
+    found = [module.__dict__.get(name) for module in model.modules() for name in (ATTRIBUTE, "forward")]
+    return [forward for forward in found if hasattr(forward, "bypassed")]
+
+
 @contextmanager
 def original_forwards(model: nn.Module) -> Iterator[None]:
     """Let the model, and any module inside it, run the forward that it had before placemat replaced it.
 
     What another library wrapped around the handle since stays around it.
     """
-    found = [module.__dict__.get(name) for module in model.modules() for name in (ATTRIBUTE, "forward")]
-    replacements: list[Any] = [forward for forward in found if hasattr(forward, "bypassed")]
+    replacements = replaced_forwards(model)
     for forward in replacements:
         forward.bypassed = True
     try:

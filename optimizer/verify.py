@@ -19,6 +19,7 @@ from placemat.training_state import (
     named_leaves,
     named_tensors,
     original_forwards,
+    replaced_forwards,
     rng_states,
     same_bits,
 )
@@ -67,7 +68,20 @@ def verify(
         reference=reference_measurement,
         optimized=measurement,
         nondeterministic=tuple(row.name for row in compare_all(first, reference) if row.status != "bitwise"),
+        notes=_notes(optimized),
     )
+
+
+def _notes(optimized: nn.Module) -> tuple[str, ...]:
+    """What a reader has to know who takes the second step for a planned one."""
+    handles = replaced_forwards(optimized)
+    if not handles:
+        text = "no module of it is optimized: both steps ran original forwards (placemat.apply or optimize first)"
+        return (text,)
+    plans = [getattr(handle, "plan", None) for handle in handles]
+    if all(plan is not None and plan.runs_original for plan in plans):
+        return ("the budget is ample: the optimized module runs its original forward",)
+    return ()
 
 
 def _named_state(model: nn.Module) -> dict[str, Tensor]:

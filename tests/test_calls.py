@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -73,7 +74,9 @@ def test_autocast_of_a_refused_call_is_named():
     placemat.apply(model, placemat.plan(model, None, (X,), budget_fraction=0.0))
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(placemat.PlanMismatch, match=r"autocast on cpu is bfloat16 \(planned: off\)"),
+        pytest.raises(
+            placemat.PlanMismatch, match=r"^This call.*autocast on cpu is bfloat16 \(planned: off\).*drop_last"
+        ),
     ):
         model(X)
 
@@ -93,6 +96,8 @@ def test_gradients_that_were_not_declared_are_told_of_once():
     (warning,) = accumulated(declared=False)
     assert "gradients of 576 bytes" in str(warning.message)
     assert "accumulate_grad=True" in str(warning.message)
+    assert re.search(r"up to \d+ with them, \d+ more than the budget of \d+", str(warning.message))
+    assert warning.filename == __file__
 
 
 def test_declared_gradients_are_nothing_to_warn_of():
