@@ -28,6 +28,7 @@ from placemat.graph.data_dependent import refuse_data_dependent
 from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import CaptureError, PlacematError, UnsupportedFeature
 from placemat.graph.forward_hooks import LEFT_BEHIND, check_removed
+from placemat.graph.gradients import mark_blind_gradients
 from placemat.graph.guessed_masks import refuse_guessed_masks
 from placemat.graph.ir import ModuleCall
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
@@ -203,6 +204,7 @@ def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, traced: D
     inputs = tuple(names[i] if i < len(names) else JointInput(node.name, False) for i, node in enumerate(joint.primals))
     times = tuple(_times_returned(node, traced.times_returned) for node in joint.tangents)
     made = JointGraph(graph_module, num_forward_outputs, inputs, identity, traced.unread_call, times, traced.modules)
+    mark_blind_gradients(made)
     refuse_data_dependent(made, autocast=traced.uses_autocast)
     return made
 

@@ -11,10 +11,28 @@ import torch
 from torch import fx
 
 from placemat.graph import eager_ops
+from placemat.graph.joint import JointGraph
+from placemat.graph.order import ancestors
 
 aten = torch.ops.aten
 
 _SUMS = (aten.add.Tensor,)
+# Their gradients are zeros, whatever arrives: nothing in a graph says then through which tangents something arrives.
+_BLIND = (aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor)
+_ARRIVES_WITH = "placemat_arrives_with"  # in a node's meta: names of the tangents
+
+
+def mark_blind_gradients(joint: JointGraph) -> None:
+    """Let zeros that are a gradient whatever arrives say with which tangents it does, for `prune_tangents`."""
+    graph = joint.graph_module.graph
+    behind: dict[int, set[str]] = {}
+    for tangent in joint.tangents:
+        for node in ancestors([joint.output_of(tangent)]):
+            if node.target in _BLIND and "seq_nr" in node.meta:
+                behind.setdefault(node.meta["seq_nr"], set()).add(tangent.name)
+    for zeros in graph.find_nodes(op="call_function", target=aten.zeros.default):
+        if zeros.meta.get("partitioner_tag") == "is_backward" and zeros.meta.get("seq_nr") in behind:
+            zeros.meta[_ARRIVES_WITH] = frozenset(behind[zeros.meta["seq_nr"]])
 
 
 def prune_tangents(graph: fx.Graph, absent: Sequence[fx.Node]) -> None:
@@ -31,6 +49,10 @@ def prune_tangents(graph: fx.Graph, absent: Sequence[fx.Node]) -> None:
         return
     gone = set(absent)
     dependent = {n for n in graph.find_nodes(op="placeholder") if n in gone or n.name.startswith("tangents")}
+    for node in graph.find_nodes(op="call_function", target=aten.zeros.default):
+        if (tangents := node.meta.get(_ARRIVES_WITH)) is not None:
+            dependent.add(node)
+            gone.update({node} if tangents <= {n.name for n in absent} else ())
     for node in list(graph.nodes):
         if node.op == "output":
             node.args = (_without(node.args[0], gone),)

@@ -83,6 +83,10 @@ class JointGraph:
         """One per primal; None where there is no gradient."""
         return self.outputs[self.num_forward_outputs :]
 
+    def output_of(self, tangent: fx.Node) -> Any:
+        """The forward output that a tangent is the gradient of."""
+        return self.outputs[self.output_node.meta["desc"].index(tangent.meta["desc"].output)]
+
     @property
     def mutated_inputs(self) -> dict[int, int]:
         """Output position -> index of the primal whose new content it carries (copied back after the forward)."""

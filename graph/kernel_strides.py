@@ -164,8 +164,8 @@ def _strides(op: Any, shape: tuple[int, ...], args: Sequence[Any]) -> _Strides |
 
 @contextlib.contextmanager
 def true_strides() -> Iterator[None]:
-    """Trace with the strides that CPU kernels give."""
-    with torch_private.fake_strides(_strides):
+    """Trace with the strides that CPU kernels give, and that tensors keep that are written in place."""
+    with torch_private.fake_strides(_strides), torch_private.strides_of_written():
         yield
 
 

@@ -80,7 +80,7 @@ def capture_loss(
             "loss_fn; if the output is an object of your own class, register it with "
             "torch.utils._pytree.register_pytree_node."
         )
-    others = [t for t in whole.tangents if _output_of(whole, t) not in loss_outputs]
+    others = [t for t in whole.tangents if whole.output_of(t) not in loss_outputs]
     gradients.prune_tangents(graph, others)
     if len(loss_outputs) != 1 or any(t is None or t.numel() != 1 for n in loss_outputs for t in tensors_of(n)):
         raise UnsupportedFeature(
@@ -116,12 +116,6 @@ def _outputs_behind_marks(whole: JointGraph) -> set[fx.Node]:
     return {n for n in outputs if any(a.target is _MARK for a in ancestors([n]))}
 
 
-def _output_of(joint: JointGraph, tangent: fx.Node) -> Any:
-    """The forward output that a tangent is the gradient of."""
-    descriptions = joint.output_node.meta["desc"]
-    return joint.outputs[descriptions.index(tangent.meta["desc"].output)]
-
-
 def _used_tangents(joint: JointGraph, whole: JointGraph) -> frozenset[int]:
     """Tangents of `joint` whose outputs the loss sends a gradient into.
 
@@ -136,7 +130,7 @@ def _used_tangents(joint: JointGraph, whole: JointGraph) -> frozenset[int]:
     storages = {storage_key(t) for n in sources for t in tensors_of(n) if t is not None}
     used = set()
     for i, tangent in enumerate(joint.tangents):
-        output = _output_of(joint, tangent)
+        output = joint.output_of(tangent)
         twin = by_position.get(positions.get(output, -1), output)
         assert twin.target == output.target, "the model was captured differently with its loss"
         if any(t is not None and storage_key(t) in storages for t in tensors_of(twin)):

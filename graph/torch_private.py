@@ -27,7 +27,9 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensor
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import ProfilerConfig, ProfilerState
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from placemat.graph.composites import dropout, gru_cell
@@ -67,6 +69,7 @@ __all__ = [
     "real_tensor_of",
     "running_backward",
     "settle_region",
+    "strides_of_written",
 ]
 
 _LARGE = 1 << 30
@@ -252,6 +255,41 @@ def fake_strides(rule: Callable[[Any, tuple[int, ...], Sequence[Any]], tuple[int
     finally:
         FakeTensorMode._dispatch_impl = present  # type: ignore[method-assign]
         FakeTensorMode.cache_clear()
+
+
+@contextlib.contextmanager
+def strides_of_written() -> Iterator[None]:
+    """What was written through a view keeps its strides along dimensions of one entry, as in eager.
+
+    In a trace a write makes a new tensor, of which the written one becomes a view: what was transposed for the write
+    and back may come with another stride along such a dimension. It means nothing, but BLAS chooses kernels by it.
+    """
+    present = FunctionalTensorMode.__torch_dispatch__
+
+    @functools.wraps(present)
+    def restrided(self: FunctionalTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.OpOverload) and func not in FunctionalTensor.metadata_fns:
+            for tensor in pytree.tree_leaves((args, kwargs)):
+                if isinstance(tensor, FunctionalTensor) and 1 in tensor.shape:
+                    _restride(tensor)
+        return present(self, func, types, args, kwargs)
+
+    FunctionalTensorMode.__torch_dispatch__ = restrided  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FunctionalTensorMode.__torch_dispatch__ = present  # type: ignore[method-assign]
+
+
+def _restride(tensor: FunctionalTensor) -> None:
+    """Give the present content of a traced tensor the strides that the tensor itself has had from the beginning."""
+    torch._sync(tensor.elem)
+    content = torch._from_functional_tensor(tensor.elem)
+    strides = tensor.stride()
+    if content.shape != tensor.shape or content.stride() == strides:
+        return
+    if all(size == 1 or a == b for size, a, b in zip(content.shape, content.stride(), strides, strict=True)):
+        torch._functionalize_replace(tensor.elem, content.as_strided(content.shape, strides))
 
 
 @functools.cache

@@ -36,6 +36,13 @@ def _frozen_over_slice(layer: nn.Module, x: Tensor) -> Tensor:
     return frozen(trained(x)[..., :2])
 
 
+def _written_when_transposed(layer: nn.Module, x: Tensor) -> Tensor:
+    narrow, wide = layer.children()
+    row = x * 0.5
+    row.t().relu_()
+    return wide(narrow(row.transpose(-1, -2)))  # BLAS chooses its kernel by the stride of the one column
+
+
 def _elu_of_permuted(layer: nn.Module, x: Tensor) -> Tensor:
     return F.elu(layer(x).view(3, 4, 8)).transpose(0, 1).reshape(12, 8).cos()
 
@@ -67,6 +74,11 @@ CASES: dict[str, tuple[nn.Module, Callable[..., Tensor], Tensor]] = {
         _numbers(12, 8),
     ),
     "ELU of a permuted gradient": (_linear(), _elu_of_permuted, _numbers(12, 8)),
+    "column written through a transposed view": (
+        nn.ModuleList([_linear(1, 1), _linear(1, 4)]),
+        _written_when_transposed,
+        _numbers(1, 8),
+    ),
     "loss whose gradient is contiguous": (
         nn.MultiheadAttention(8, 2, batch_first=True),
         _loss_of_attention,

@@ -138,6 +138,26 @@ def test_unused_tangent_takes_its_branch_out_of_the_backward():
     assert sorted(gradients) == sorted(p.numel() * 4 for m in (model.trunk, model.a) for p in m.parameters())
 
 
+class _Drawn(nn.Module):
+    """The gradient of `a` is zeros that depend on no tangent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.b(x).sum(), torch.normal(self.a(x), 0.5).tanh().sum()
+
+
+def test_zeros_of_a_draw_are_absent_with_its_tangents():
+    model, x = _Drawn(), torch.randn(3, 4)
+    first, second = (graph_of(model.forward, x, loss=LossRegion(frozenset({i}))) for i in (0, 1))
+    made = [[graph.values[v].bytes for v in graph.ops[-1].inputs] for graph in (first, second)]
+    assert [sorted(sizes) for sizes in made] == [
+        sorted(p.numel() * 4 for p in m.parameters()) for m in (model.b, model.a)
+    ]
+
+
 def test_static_bytes_count_storages_once():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     model[1].weight = model[0].weight
