@@ -25,6 +25,7 @@ LARGE_GROUPS_SHARE = 0.75
 # A wider family is searched if by its relaxation it may save more than this share of the step's seconds.
 WORTH_CLIMBING = 0.005
 # Part of the time left for all wider families together, so that a small step does not take longer than a large one.
+# One that finds a better plan gets the rest of it, for a bound that holds for that plan.
 # Who wants more from one names it: solve(..., phases=8).
 CLIMBING_SHARE = 0.05
 
@@ -147,7 +148,11 @@ class _Rungs:
                 continue
             if not self._is_worth_climbing(search):
                 return
+            before_s = self.incumbent.seconds
             search.run()
+            if self.incumbent.seconds < before_s and not search.is_closed():  # the bounds before hold for it no more
+                search.deadline = self.incumbent.deadline
+                search.run()
         self.limit = search.limit
 
     def _search_first(self, large: FamilySearch, is_tight: bool) -> FamilySearch:
