@@ -30,6 +30,9 @@ from placemat.simulate import Simulation, simulate
 
 # Part of the remaining time that one MILP may take: a plan that fails the referee needs another one.
 SHARE_OF_TIME = 0.75
+# With one in hand that is near the bound: what is left is the proof, and a solve that is cut short proves nothing.
+PROOF_GAP = 0.05
+SHARE_OF_PROOF = 0.95
 # Without a plan in hand: the first answers are over the budget, and several short solves tell what rows are missing.
 SHARE_WITHOUT_PLAN = 0.1
 RELAXED_THRESHOLDS = (0.05, 0.3, 0.7)  # what a relaxation keeps by more than this is tried
@@ -186,7 +189,7 @@ class FamilySearch:
         """Solve the whole model, and meanwhile look around the incumbent; False when another solve would not help."""
         built = self.refinement.build()
         self.incumbent.tell(f"{self.phases.family}: {built.model.linear.describe()}")
-        share = SHARE_OF_TIME if self.incumbent.schedule is not None else self.share_without_plan
+        share = self._share()
         time_limit_s = share * self.seconds_left()
         whole = built.start(time_limit_s=time_limit_s, gap=GAP_SHARE * self.gap)
         if len(built.model.s) >= MANY_COLUMNS and self.is_wide():
@@ -203,6 +206,13 @@ class FamilySearch:
         # Another solve starts from nothing: it helps only against Y that are fractional at the optimum.
         is_optimal = answer.status == "optimal"
         return is_optimal and not self.is_closed() and self.refinement.make_binary(built, answer.values)
+
+    def _share(self) -> float:
+        """Part of the remaining time for the next MILP."""
+        if self.incumbent.schedule is None:
+            return self.share_without_plan
+        seconds = self.incumbent.seconds
+        return SHARE_OF_TIME if seconds - self.lower_seconds > PROOF_GAP * seconds else SHARE_OF_PROOF
 
     def is_wide(self) -> bool:
         """Whether the gap is wide enough to look for better plans around the incumbent."""
