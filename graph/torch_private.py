@@ -67,6 +67,7 @@ __all__ = [
     "real_tensor_of",
     "running_backward",
     "settle_region",
+    "when_backward_ends",
 ]
 
 _LARGE = 1 << 30
@@ -433,6 +434,11 @@ def default_store() -> Any:
 def running_backward() -> int:
     """Number of the backward that runs on this thread; -1 if none does."""
     return int(torch._C._current_graph_task_id())
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Call this when the backward that runs on this thread has run its last node."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:

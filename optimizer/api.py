@@ -39,6 +39,7 @@ def optimize(
     cost_model: CostModelLike | None = None,
     reserved_bytes: Budget = 0,
     accumulate_grad: bool = False,
+    segments: int = 1,
     keep: Iterable[Any] = (),
     recompute: Iterable[Any] = (),
     keep_eager: Iterable[str] = (),
@@ -65,6 +66,10 @@ def optimize(
             on synthetic inputs, and once: measurements are kept on disk.
         reserved_bytes: what the graph cannot see: optimizer state, communication buffers, allocator slack.
         accumulate_grad: gradients exist already when a step starts (gradient accumulation).
+        segments: in how many parts the backward hands out gradients, at most. In one part they all arrive at its end.
+            In more, those of late layers arrive while earlier layers are still to be computed: gradients that are
+            accumulated, or used up by hooks, take less memory at once, and reductions overlap with the backward. Parts
+            have about equal bytes of gradients.
         keep, recompute: module paths such as "encoder.layer.*.attention" (with the modules inside), operators such as
             "aten.native_dropout", or names of single ops in a plan; * is a wildcard. What matches `keep` never runs
             again: backward finds its results. The results of what matches `recompute` are not held from forward to
@@ -90,7 +95,7 @@ def optimize(
         BudgetTooSmall: with the smallest budget, its decomposition, the op that binds and its source line.
         CaptureError: the forward is not one graph; names the user's file and line.
         UnsupportedFeature, SolverFailed: see their messages.
-        PlacematError: the budget is no size, or there is no such compiler.
+        PlacematError: the budget or `segments` is no size, or there is no such compiler.
     """
     planner = _planner(
         model,
@@ -102,6 +107,7 @@ def optimize(
         cost_model=cost_model,
         reserved_bytes=reserved_bytes,
         accumulate_grad=accumulate_grad,
+        segments=segments,
         keep=keep,
         recompute=recompute,
         keep_eager=keep_eager,
@@ -109,7 +115,7 @@ def optimize(
         gap=gap,
         progress=progress,
     )
-    handle = Handle(model, planner, check_compiler(compiler))
+    handle = Handle(model, planner, check_compiler(compiler, segments))
     if example_args is not None or example_kwargs is not None:
         args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
         handle.remember(planner.plan(model, original_forward(model), args, kwargs, handle.kept, known={}), args, kwargs)
@@ -209,7 +215,7 @@ def apply(model: nn.Module, plan: Plan, *, compiler: str = "eager") -> nn.Module
             f"the plan is for a module with other parameters or buffers (digest {plan.module_digest[:12]}, this one "
             f"has {digest[:12]}). Remedy: build the model as it was when the plan was made, or plan() again."
         )
-    handle = Handle(model, None, check_compiler(compiler))
+    handle = Handle(model, None, check_compiler(compiler, plan.options.get("segments", 1)))
     handle.add_plan(plan)
     _install(model, handle)
     return model
@@ -269,6 +275,7 @@ def _planner(
     cost_model: CostModelLike | None = None,
     reserved_bytes: Budget = 0,
     accumulate_grad: bool = False,
+    segments: int = 1,
     keep: Iterable[Any] = (),
     recompute: Iterable[Any] = (),
     keep_eager: Iterable[str] = (),
@@ -277,6 +284,8 @@ def _planner(
     progress: bool | Progress | None = None,
 ) -> Planner:
     _check_arguments(model, example_args, example_kwargs, loss_fn, time_limit_s, gap)
+    if isinstance(segments, bool) or not isinstance(segments, int) or segments < 1:
+        raise PlacematError(f"segments must be a whole number from 1 on, got {segments!r}.")
     if (budget_bytes is None) == (budget_fraction is None):
         raise PlacematError(
             'give one of budget_bytes (an int, or text such as "8 GiB") and budget_fraction (0 to 1), and not both.'
@@ -289,6 +298,7 @@ def _planner(
         loss_fn=loss_fn,
         reserved_bytes=parse_bytes(reserved_bytes, "reserved_bytes", minimum=0),
         accumulate_grad=accumulate_grad,
+        segments=segments,
         constraints=parse_constraints(keep, recompute),
         keep_eager=parse_patterns("keep_eager", keep_eager),
         time_limit_s=time_limit_s,

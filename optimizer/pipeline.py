@@ -62,6 +62,7 @@ class Planner:
     loss_fn: Callable[[Any], torch.Tensor] | None = None
     reserved_bytes: int = 0
     accumulate_grad: bool = False
+    segments: int = 1
     constraints: Constraints = field(default_factory=Constraints)
     keep_eager: tuple[str, ...] = ()
     time_limit_s: float = 60.0
@@ -237,6 +238,7 @@ class Planner:
             static_bytes=static_bytes(model, args, kwargs, accumulate_grad=self.accumulate_grad),
             loss=loss,
             accumulate_grad=self.accumulate_grad,
+            segments=self.segments,
         )
         lowering = constrained(lowering, self.constraints)
         self._say(f"costing {len(lowering.graph.ops)} ops")
@@ -262,6 +264,7 @@ class Planner:
             "loss_held_bytes": stages.loss.held_bytes,
             "tangents_held": stages.loss.tangents_held,
             "accumulate_grad": self.accumulate_grad,
+            "segments": self.segments,
             "keep": self.constraints.keep,
             "recompute": self.constraints.recompute,
             "keep_eager": self.keep_eager,
