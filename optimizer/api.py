@@ -23,6 +23,7 @@ from placemat.parallel_wrappers import refuse_parallel
 from placemat.pipeline import Planner
 from placemat.plan import Plan
 from placemat.progress import Progress, make_progress
+from placemat.torch_compile import CompilerBackend
 from placemat.units import parse_bytes, parse_fraction
 
 Budget = int | str
@@ -121,6 +122,55 @@ def optimize(
         handle.remember(planner.plan(model, original_forward(model), args, kwargs, handle.kept, known={}), args, kwargs)
     _install(model, handle)
     return model
+
+
+def backend(
+    budget_bytes: Budget | None = None,
+    *,
+    budget_fraction: float | None = None,
+    cost_model: CostModelLike | None = None,
+    device: torch.device | str = "cpu",
+    reserved_bytes: Budget = 0,
+    accumulate_grad: bool = False,
+    segments: int = 1,
+    keep: Iterable[Any] = (),
+    recompute: Iterable[Any] = (),
+    time_limit_s: float = 60.0,
+    gap: float = 0.01,
+    progress: bool | Progress | None = None,
+    compiler: str = "eager",
+) -> CompilerBackend:
+    """A backend: `torch.compile(model, fullgraph=True, dynamic=False, backend=placemat.backend("8 GiB"))`.
+
+    It plans the graph that is compiled, under the budget, and runs it by the plan; other shapes and modes are compiled
+    and planned anew. `.plan` and `.plans` have the plans. What is counted is what the graph has: parameters, buffers
+    and inputs that it reads, its outputs and a gradient for each, and the loss if the compiled function computes it. A
+    loss outside, and tensors that the function does not read, are for `reserved_bytes`. Calls without gradients, and
+    those for which the budget is ample, run what was traced, op by op.
+
+    Args:
+        device: on which the default cost model measures.
+        budget_bytes, budget_fraction, cost_model, reserved_bytes, accumulate_grad, segments, keep, recompute,
+            time_limit_s, gap, progress, compiler: as for `optimize`.
+
+    Raises:
+        PlacematError: an argument is none of what it may be. What a graph is refused for is raised when the compiled
+            function is called, as for `optimize`; also without `fullgraph=True`, with dynamic shapes, and with `mode=`
+            or `options=` of torch.compile.
+    """
+    _check_search(time_limit_s, gap, segments)
+    planner = Planner(
+        cost_model=_cost_model(cost_model, torch.device(device).type),
+        **_budget(budget_bytes, budget_fraction),
+        reserved_bytes=parse_bytes(reserved_bytes, "reserved_bytes", minimum=0),
+        accumulate_grad=accumulate_grad,
+        segments=segments,
+        constraints=parse_constraints(keep, recompute),
+        time_limit_s=time_limit_s,
+        gap=gap,
+        progress=make_progress(progress),
+    )
+    return CompilerBackend(planner, check_compiler(compiler, segments))
 
 
 def plan(
@@ -283,18 +333,12 @@ def _planner(
     gap: float = 0.01,
     progress: bool | Progress | None = None,
 ) -> Planner:
-    _check_arguments(model, example_args, example_kwargs, loss_fn, time_limit_s, gap)
-    if isinstance(segments, bool) or not isinstance(segments, int) or segments < 1:
-        raise PlacematError(f"segments must be a whole number from 1 on, got {segments!r}.")
-    if (budget_bytes is None) == (budget_fraction is None):
-        raise PlacematError(
-            'give one of budget_bytes (an int, or text such as "8 GiB") and budget_fraction (0 to 1), and not both.'
-        )
+    _check_arguments(model, example_args, example_kwargs, loss_fn)
+    _check_search(time_limit_s, gap, segments)
     device = the_device(model, example_args, example_kwargs)
     return Planner(
         cost_model=_cost_model(cost_model, device.type),
-        budget_bytes=None if budget_bytes is None else parse_bytes(budget_bytes),
-        budget_fraction=None if budget_fraction is None else parse_fraction(budget_fraction),
+        **_budget(budget_bytes, budget_fraction),
         loss_fn=loss_fn,
         reserved_bytes=parse_bytes(reserved_bytes, "reserved_bytes", minimum=0),
         accumulate_grad=accumulate_grad,
@@ -307,9 +351,26 @@ def _planner(
     )
 
 
-def _check_arguments(
-    model: object, args: object, kwargs: object, loss_fn: object, time_limit_s: float, gap: float
-) -> None:
+def _budget(budget_bytes: Budget | None, budget_fraction: float | None) -> dict[str, Any]:
+    """The two arguments of a `Planner` that say what the budget is."""
+    if (budget_bytes is None) == (budget_fraction is None):
+        raise PlacematError(
+            'give one of budget_bytes (an int, or text such as "8 GiB") and budget_fraction (0 to 1), and not both.'
+        )
+    return {
+        "budget_bytes": None if budget_bytes is None else parse_bytes(budget_bytes),
+        "budget_fraction": None if budget_fraction is None else parse_fraction(budget_fraction),
+    }
+
+
+def _check_search(time_limit_s: float, gap: float, segments: object) -> None:
+    if not time_limit_s > 0 or not gap >= 0:
+        raise PlacematError(f"time_limit_s must be positive and gap not negative, got {time_limit_s} and {gap}.")
+    if isinstance(segments, bool) or not isinstance(segments, int) or segments < 1:
+        raise PlacematError(f"segments must be a whole number from 1 on, got {segments!r}.")
+
+
+def _check_arguments(model: object, args: object, kwargs: object, loss_fn: object) -> None:
     """Refuse what is of the wrong kind, before anything is done with it."""
     if not isinstance(model, nn.Module):
         raise PlacematError(f"expected a torch.nn.Module, got {type(model).__name__}.")
@@ -323,8 +384,6 @@ def _check_arguments(
         raise PlacematError(f"example_kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}.")
     if loss_fn is not None and not callable(loss_fn):
         raise PlacematError(f"loss_fn must map the model's output to the loss, got {type(loss_fn).__name__}.")
-    if not time_limit_s > 0 or not gap >= 0:
-        raise PlacematError(f"time_limit_s must be positive and gap not negative, got {time_limit_s} and {gap}.")
     if any(nn.parameter.is_lazy(p) for p in (*model.parameters(), *model.buffers())):
         raise PlacematError("the model has uninitialized (lazy) parameters. Remedy: run it once before planning.")
 

@@ -18,7 +18,7 @@ from placemat.emit import EmittedStep, emit
 from placemat.graph import gradients, torch_private
 from placemat.graph.aliases import guard_views, split_gradients
 from placemat.graph.autocast import LOW_PRECISION, casts_outlive_forward, sensitive_backward_op
-from placemat.graph.capture import DynamoGraph, make_joint
+from placemat.graph.capture import DynamoGraph, Interrupt, make_joint
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.kernel_strides import true_strides
@@ -34,6 +34,10 @@ Planner = Callable[[JointGraph], tuple[Lowering, Schedule]]
 
 # From an emitted graph and its name, "forward" or "backward", to the function that runs it.
 Function = Callable[[fx.GraphModule, str], Boxed]
+
+
+class NoGradient(Interrupt):
+    """No output of the graph that is being compiled requires a gradient: there is no backward."""
 
 
 class Backend:
@@ -86,6 +90,8 @@ class Backend:
             return step.forward, step.backward
 
         def compile_forward(forward: fx.GraphModule, example_inputs: Any) -> Boxed:
+            if not emitted:
+                raise NoGradient
             emitted["region"] = torch_private.settle_region()
             return self._counted(function(forward, "forward"))
 
@@ -98,11 +104,12 @@ class Backend:
 
         def run(*args: Any) -> Any:
             chain: Chain | None = emitted["chain"]
-            passed, state = (args, None) if chain is None else chain.link(args)
-            outputs = compiled(*passed)
             checks = [emitted["autocast"], lambda grads: self.before_backward()]
+            passed: Sequence[Any] = args
             if chain is not None:
-                checks.append(chain.expect(state))
+                passed, expected = chain.link(args)
+                checks.append(expected)
+            outputs = compiled(*passed)
             checks.append(lambda grads: self.tied_weights.check(emitted["tied"]))
             if emitted["shares"] is not None and (cache := present_region(emitted["shares"])) is not None:
                 checks.append(lambda grads: self.shared_casts.check(cache))

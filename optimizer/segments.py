@@ -98,8 +98,8 @@ class Chain:
             "overwrites nor returns, and there is none. Remedy: segments=1, or return .clone() of it."
         )
 
-    def link(self, args: Sequence[Any]) -> tuple[list[Any], CallState]:
-        """Arguments for AOTAutograd's function that lead its node to a new chain, and the state of that call."""
+    def link(self, args: Sequence[Any]) -> tuple[list[Any], Callable[[Any], None]]:
+        """Arguments for AOTAutograd's function that lead its node to a new chain, and a prehook for that node."""
         passed, state = list(args), CallState(args[self.carrier].detach())
         link: torch.Tensor | None = None
         for number in range(len(self.segments) - 1, 0, -1):
@@ -107,15 +107,12 @@ class Chain:
             start = args[self.carrier] if number == 1 else torch.empty(0, device=state.carrier.device)
             link = _Segment.apply(state, link, start, *inputs)
         passed[self.carrier] = link
-        return passed, state
 
-    def expect(self, state: CallState) -> Callable[[Any], None]:
-        """A prehook of AOTAutograd's node: on this thread, the backward of that call begins."""
-
-        def set_state(grads: Any) -> None:
+        def expect(grads: Any) -> None:
+            """On this thread, the backward of that call begins."""
             self._begun.state = state
 
-        return set_state
+        return passed, expect
 
     def begin(self, running: Running) -> list[Any]:
         """What AOTAutograd's node returns: a gradient of the first segment or None for each primal."""
