@@ -70,7 +70,7 @@ class CompilerBackend:
         (device,) = {t.device.type for t in inputs if t.dim() > 0} or {"cpu"}
         static = graph_static_bytes(known, inputs, accumulate_grad=self.planner.accumulate_grad)
         identity = _identity(known, inputs)
-        graph = _PlannedGraph(tuple(weakref.ref(t) for t in inputs if isinstance(t, torch.nn.Parameter)))
+        graph = PlannedGraph(tuple(weakref.ref(t) for t in inputs if isinstance(t, torch.nn.Parameter)))
 
         def planner(joint: JointGraph) -> tuple[Lowering, Schedule]:
             loss = LossRegion(frozenset(range(len(joint.tangents))))
@@ -106,14 +106,14 @@ class CompilerBackend:
 
 
 @dataclass
-class _PlannedGraph:
+class PlannedGraph:
     """What a `GradientWatch` looks at: the plan, and the parameters as if of a module."""
 
     tensors: tuple[weakref.ref[Any], ...]
     plan: Plan | None = None
 
     @property
-    def module(self) -> _PlannedGraph:
+    def module(self) -> PlannedGraph:
         return self
 
     def parameters(self) -> Iterator[torch.Tensor]:
@@ -147,9 +147,9 @@ def _check_settings(settings: dict[str, Any]) -> None:
         )
     if not torch_private.is_full_graph():
         raise UnsupportedFeature(
-            "placemat.backend() needs torch.compile(..., fullgraph=True): a budget is about a whole step, and otherwise "
-            "PyTorch runs what is beyond a graph break, or beyond its limit of recompilations, without a plan and "
-            "without a word. Remedy: fullgraph=True."
+            "placemat.backend() needs torch.compile(..., fullgraph=True): a budget is about a whole step, and "
+            "otherwise PyTorch runs what is beyond a graph break, or beyond its limit of recompilations, without a "
+            "plan and without a word. Remedy: fullgraph=True."
         )
     if torch_private.splits_for_ddp():
         raise UnsupportedFeature(

@@ -85,9 +85,8 @@ class Breaks(Branches):
         (Breaks, "1 GiB", {"fullgraph": False}, placemat.UnsupportedFeature, "fullgraph=True"),
         (Branches, "1 GiB", {"dynamic": True}, placemat.UnsupportedFeature, "dynamic=False"),
         (Branches, "1 GiB", {"mode": "max-autotune"}, placemat.UnsupportedFeature, "mode="),
-        (lambda: nn.LSTM(64, 8), "1 GiB", {}, (placemat.PlacematError, torch._dynamo.exc.Unsupported), ""),
     ],
-    ids=["budget", "partial", "breaks", "dynamic", "mode", "recurrent"],
+    ids=["budget", "partial", "breaks", "dynamic", "mode"],
 )
 def test_refusals_have_our_names(make: Any, budget: str, options: Any, kind: Any, message: str) -> None:
     torch.manual_seed(0)

@@ -138,7 +138,8 @@ def measured(model: nn.Module, x: Tensor, **kwargs: Any) -> int:
 
 
 def test_promised_and_measured_peak_fall_where_gradients_are_added_to_those_that_exist() -> None:
-    promised, found = [], []
+    promised: list[int] = []
+    found: list[int] = []
     for segments in (1, 2, 4):
         model, x = make(segments=segments, accumulate_grad=True)
         promised.append(model.plan.predicted_peak_bytes)
