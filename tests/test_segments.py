@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from dataclasses import replace
@@ -69,7 +70,8 @@ def is_end(target: str) -> bool:
     return target in ("placemat.hand_out", "placemat.accumulate")
 
 
-@pytest.mark.parametrize("name", ["branches", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["branches", "attention"])
 def test_same_bits_on_steps_with_random_numbers_and_statistics(name: str) -> None:
     model, args = make_step(name)
     expected = run_step(model, args)
@@ -102,7 +104,8 @@ class Log(TorchDispatchMode):
 
 def test_hooks_of_late_layers_run_before_early_layers_are_recomputed() -> None:
     orders = []
-    for options in ({}, {"segments": 1, "accumulate_grad": True}, {"segments": 3, "accumulate_grad": True}):
+    planning: dict[str, Any] = {"accumulate_grad": True, "recompute": ["aten.tanh"]}
+    for options in ({}, {"segments": 1, **planning}, {"segments": 3, **planning}):
         model, x = make(**options)
         gradients(model, x)
         log = Log()
@@ -140,12 +143,11 @@ def measured(model: nn.Module, x: Tensor, **kwargs: Any) -> int:
 def test_promised_and_measured_peak_fall_where_gradients_are_added_to_those_that_exist() -> None:
     promised: list[int] = []
     found: list[int] = []
-    for segments in (1, 2, 4):
+    for segments in (1, 4):
         model, x = make(segments=segments, accumulate_grad=True)
         promised.append(model.plan.predicted_peak_bytes)
         found.append(measured(model, x, accumulate=True))
-    assert promised == sorted(promised, reverse=True)
-    assert promised[2] < promised[1] < promised[0]
+    assert promised[1] < promised[0]
     assert found == promised
 
 
@@ -217,6 +219,40 @@ def test_two_calls_before_one_backward_and_losses_that_reach_one_output() -> Non
         sum(network(y)[0].sum() for y in (x, x.flip(0))).backward()
     ours, others = ([p.grad for p in network.parameters()] for network in (model, eager))
     assert same(ours[1:], others[1:])  # the first weight is used twice in each call: see RoundingDiffers
+
+
+class Shared(nn.Module):
+    """Gradients that autograd copies: of two parameters at once, and expanded ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ParameterList(torch.randn(48, 48) * 0.1 for _ in range(4))
+        self.right = nn.ParameterList(torch.randn(48, 48) * 0.1 for _ in range(4))
+        self.alone = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for left, right in zip(self.left, self.right, strict=True):
+            x = torch.tanh(x @ (left + right))
+        return x.sum() + self.alone.sum()
+
+
+@pytest.mark.slow
+def test_copies_that_autograd_makes_are_counted_where_they_are_made() -> None:
+    torch.manual_seed(0)
+    eager, x = Shared(), torch.randn(8, 48)
+    model = copy.deepcopy(eager)
+    plans = [
+        placemat.plan(model, None, (x,), budget_fraction=0.0, segments=segments, **PLANNING) for segments in (1, 3)
+    ]
+    assert plans[1].predicted_peak_bytes < plans[0].predicted_peak_bytes  # copies are not all made at the end
+    placemat.apply(model, plans[1])
+    for network in (eager, model):
+        network(x).backward()
+    assert same([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+    model.zero_grad()
+    static = sum(static_bytes(model, (x,), {}).values())
+    peak = static + placemat.measure(lambda: model(x).backward()).peak_bytes
+    assert peak <= plans[1].predicted_peak_bytes
 
 
 class Heads(nn.Module):
