@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from placemat.graph import gradients
 from placemat.graph.ir import Role
 from placemat.graph.op_builder import Builder, append, new_value, pseudo_op, values_behind
 from placemat.graph.storages import storage_key, tensors_of
@@ -95,15 +94,3 @@ def _view_gradient_bytes(build: Builder) -> int:
     of_inputs = [t for t in seen if storage_key(t) in inputs]
     whole = {storage_key(t): inputs[storage_key(t)] for t in of_inputs}
     return sum(t.numel() * t.element_size() for t in (*of_inputs, *whole.values()))
-
-
-def add_accumulate(build: Builder, accumulate_grad: bool) -> None:
-    """Gradients are returned together and stay; autograd copies those that it cannot take over."""
-    joint = build.joint
-    pairs = [(p, g) for p, g in zip(joint.primals, joint.gradients, strict=True) if isinstance(g, fx.Node)]
-    values = tuple(sorted({v for _, g in pairs for v in values_behind(build.value_of_node, g)}))
-    for value in values:
-        if build.values[value].role not in ("output", "tangent"):
-            _pin(build, value, "gradient")
-    copies = 0 if accumulate_grad else gradients.copied_bytes(pairs)
-    append(build, pseudo_op(build, "accumulate", "backward", values, (), known_workspace_bytes=copies), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -35,6 +35,11 @@ def mark_blind_gradients(joint: JointGraph) -> None:
             zeros.meta[_ARRIVES_WITH] = frozenset(behind[zeros.meta["seq_nr"]])
 
 
+def hand_out(handed: Sequence[Any]) -> NoReturn:
+    """The mark of a segment's end in emitted graphs, with the gradients that are handed out (None: there is none)."""
+    raise AssertionError("generated code yields in its place")
+
+
 def prune_tangents(graph: fx.Graph, absent: Sequence[fx.Node]) -> None:
     """Take tangents that are not there out of a graph with a backward, in place.
 
@@ -58,6 +63,9 @@ def prune_tangents(graph: fx.Graph, absent: Sequence[fx.Node]) -> None:
             node.args = (_without(node.args[0], gone),)
             continue
         if node.op == "placeholder":
+            continue
+        if node.target is hand_out:
+            node.args = (tuple(_without(node.args[0], gone)),)
             continue
         needed = [n for n in node.all_input_nodes if n in dependent]
         if not needed:
@@ -120,17 +128,28 @@ def copied_bytes(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> int:
     otherwise (torch/csrc/autograd/functions/accumulate_grad.h). The original is dropped after its copy, so one copy is
     alive beside its original at a time; a gradient that is returned for several parameters stays until its last copy.
     """
-    uses = Counter(g for _, g in pairs)
-    tangents = {g for _, g in pairs if g.op == "placeholder"}
     single, shared = 0, 0
-    for primal, gradient in pairs:
+    held = _held_elsewhere(pairs)
+    for gradient in copied(pairs):
         value = gradient.meta["val"]
         nbytes = value.numel() * value.element_size()
-        if gradient in tangents or uses[gradient] > 1:
-            shared += nbytes
-        elif not keeps_layout(value, primal.meta["val"]):
+        if gradient in held:
+            shared += nbytes * held[gradient]
+        else:
             single = max(single, nbytes)
     return single + shared
+
+
+def copied(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> frozenset[fx.Node]:
+    """Gradients of (primal, gradient) pairs that autograd copies, see `copied_bytes`."""
+    held = _held_elsewhere(pairs)
+    return frozenset(g for p, g in pairs if g in held or not keeps_layout(g.meta["val"], p.meta["val"]))
+
+
+def _held_elsewhere(pairs: Sequence[tuple[fx.Node, fx.Node]]) -> dict[fx.Node, int]:
+    """Gradients that somebody else holds when one of them is stored, and for how many primals they are."""
+    uses = Counter(g for _, g in pairs)
+    return {g: n for g, n in uses.items() if n > 1 or g.op == "placeholder"}
 
 
 def keeps_layout(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

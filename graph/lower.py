@@ -13,7 +13,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch import fx
 
 from placemat.graph import autocast, batch_norm, eager_lower, gradients, purity
 from placemat.graph.allocator import allocated_bytes
-from placemat.graph.border import add_accumulate, add_border, add_copy_back, mark_outputs
+from placemat.graph.border import add_border, add_copy_back, mark_outputs
+from placemat.graph.handing_out import Positions, add_handouts
 from placemat.graph.ir import Op, OpGraph, Phase
 from placemat.graph.joint import JointGraph
 from placemat.graph.loss_region import LossRegion
@@ -43,6 +44,7 @@ class Lowering:
 
     `node_of_op` has None for pseudo-ops; `value_of_node` maps a node (op result, getitem or view) to the value it
     lives in, and is silent for nodes that live in static storages; `base_of_value` is the node to save for a value.
+    `handouts` maps the pseudo-ops at which autograd gets gradients to primals; it is empty for a step of one segment.
     """
 
     joint: JointGraph
@@ -53,6 +55,7 @@ class Lowering:
     state_of_op: Mapping[int, int]  # random op -> value that holds its generator state
     fake_rng_state: torch.Tensor
     planned_tangents: frozenset[int]  # tangents that the lowered backward reads
+    handouts: Mapping[int, Positions] = field(default_factory=dict)
 
     @functools.cached_property
     def op_of_node(self) -> Mapping[fx.Node, int]:
@@ -66,6 +69,7 @@ def lower(
     static_bytes: Mapping[str, int],
     loss: LossRegion | None = None,
     accumulate_grad: bool = False,
+    segments: int = 1,
 ) -> Lowering:
     """Lower a joint graph.
 
@@ -75,6 +79,7 @@ def lower(
         static_bytes: category -> bytes alive during the whole step (see `static.static_bytes`).
         loss: the caller's loss; by default every differentiable output gets a gradient that the caller holds.
         accumulate_grad: gradients of the parameters exist already and are added to.
+        segments: in how many parts the backward hands out gradients, at most (see `handing_out`).
     """
     loss = loss or LossRegion(frozenset(range(len(joint.tangents))))
     graph = joint.graph_module.graph
@@ -97,7 +102,7 @@ def lower(
     border = add_border(build)
     for node in backward:
         _add_call(build, node, "backward", device, paths[node])
-    add_accumulate(build, accumulate_grad)
+    handouts = add_handouts(build, segments, accumulate_grad)
     op_graph = OpGraph(
         ops=tuple(build.ops),
         values=tuple(replace(v, bytes=allocated_bytes(v.bytes, device)) for v in build.values),
@@ -117,6 +122,7 @@ def lower(
         state_of_op=build.state_of_op,
         fake_rng_state=_fake_rng_state(joint, device),
         planned_tangents=loss.used_tangents,
+        handouts=handouts,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from placemat.graph.allocator import allocated_bytes
+from placemat.graph.joint import JointInput
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
@@ -36,6 +37,23 @@ def static_bytes(model: nn.Module, args: Any, kwargs: Any, *, accumulate_grad: b
         "buffers": _storage_bytes(model.buffers(), seen),
         "inputs": _storage_bytes(tensors_in((args, kwargs)), seen),
         "existing gradients": existing,
+    }
+
+
+def graph_static_bytes(
+    known: Sequence[JointInput], tensors: Sequence[torch.Tensor], *, accumulate_grad: bool
+) -> Mapping[str, int]:
+    """The same for the inputs of a graph whose module is not known: what the graph does not read is not there."""
+    pairs = list(zip(known, tensors, strict=True))
+    parameters = [t for k, t in pairs if k.is_parameter]
+    buffers = [t for k, t in pairs if not k.is_parameter and "_buffers" in k.name]
+    seen: set[int] = set()
+    trained = [p for p in parameters if p.requires_grad] if accumulate_grad else []
+    return {
+        "parameters": _storage_bytes(parameters, seen),
+        "buffers": _storage_bytes(buffers, seen),
+        "inputs": _storage_bytes(tensors, seen),
+        "existing gradients": sum(allocated_bytes(p.numel() * p.element_size(), p.device.type) for p in trained),
     }
 
 

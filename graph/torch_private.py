@@ -23,6 +23,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
+from torch._dynamo.utils import numpy_to_tensor_wrapper
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
@@ -69,7 +70,10 @@ __all__ = [
     "real_tensor_of",
     "running_backward",
     "settle_region",
+    "splits_for_ddp",
     "strides_of_written",
+    "suppose_all_asked",
+    "when_backward_ends",
 ]
 
 _LARGE = 1 << 30
@@ -150,6 +154,30 @@ def _questions_noted() -> Iterator[None]:
 def files_that_asked() -> frozenset[str]:
     """Files in which the forward that is being traced asked whether it is compiled, and those of their callers."""
     return frozenset(_FILES_THAT_ASKED)
+
+
+def suppose_all_asked() -> None:
+    """Of a forward that was traced before anything was noted: any module's file may have asked."""
+    _FILES_THAT_ASKED.update(
+        f for m in list(sys.modules.values()) if isinstance(f := getattr(m, "__file__", None), str)
+    )
+
+
+def is_full_graph() -> bool:
+    """Whether the trace that a backend is called in must become one graph: `torch.compile(fullgraph=True)`."""
+    return bool(InstructionTranslator.current_tx().one_graph)
+
+
+def splits_for_ddp() -> bool:
+    """Whether Dynamo splits graphs at the buckets of a DistributedDataParallel that runs its forward."""
+    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    return active is not None and bool(dynamo_config.optimize_ddp)
+
+
+def draws_for_numpy(target: object) -> bool:
+    """Whether the target of a call in Dynamo's graph stands for one of numpy's random functions."""
+    function = getattr(target, "f", None)
+    return isinstance(target, numpy_to_tensor_wrapper) and "random" in str(getattr(function, "__module__", ""))
 
 
 # A trace runs Python kernels in place of these operators' own, which round otherwise, or decide otherwise between
@@ -471,6 +499,11 @@ def default_store() -> Any:
 def running_backward() -> int:
     """Number of the backward that runs on this thread; -1 if none does."""
     return int(torch._C._current_graph_task_id())
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Call this when the backward that runs on this thread has run its last node."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def forget_compiled(function: Callable[..., Any]) -> None:

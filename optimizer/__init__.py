@@ -4,7 +4,7 @@
 """
 
 from placemat import distributed
-from placemat.api import apply, frontier, minimum_budget, optimize, plan, restore
+from placemat.api import apply, backend, frontier, minimum_budget, optimize, plan, restore
 from placemat.baselines import chen_sqrt_n, recompute_all, save_all
 from placemat.checkpoint_modules import CheckpointModules
 from placemat.checkpointing import apply_checkpointing
@@ -78,6 +78,7 @@ __all__ = [
     "UnsupportedFeature",
     "apply",
     "apply_checkpointing",
+    "backend",
     "chen_sqrt_n",
     "device_spec",
     "distributed",

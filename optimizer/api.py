@@ -23,6 +23,7 @@ from placemat.parallel_wrappers import refuse_parallel
 from placemat.pipeline import Planner
 from placemat.plan import Plan
 from placemat.progress import Progress, make_progress
+from placemat.torch_compile import CompilerBackend
 from placemat.units import parse_bytes, parse_fraction
 
 Budget = int | str
@@ -39,6 +40,7 @@ def optimize(
     cost_model: CostModelLike | None = None,
     reserved_bytes: Budget = 0,
     accumulate_grad: bool = False,
+    segments: int = 1,
     keep: Iterable[Any] = (),
     recompute: Iterable[Any] = (),
     keep_eager: Iterable[str] = (),
@@ -65,6 +67,10 @@ def optimize(
             on synthetic inputs, and once: measurements are kept on disk.
         reserved_bytes: what the graph cannot see: optimizer state, communication buffers, allocator slack.
         accumulate_grad: gradients exist already when a step starts (gradient accumulation).
+        segments: in how many parts the backward hands out gradients, at most. In one part they all arrive at its end.
+            In more, those of late layers arrive while earlier layers are still to be computed: gradients that are
+            accumulated, or used up by hooks, take less memory at once, and reductions overlap with the backward. Parts
+            have about equal bytes of gradients.
         keep, recompute: module paths such as "encoder.layer.*.attention" (with the modules inside), operators such as
             "aten.native_dropout", or names of single ops in a plan; * is a wildcard. What matches `keep` never runs
             again: backward finds its results. The results of what matches `recompute` are not held from forward to
@@ -90,7 +96,7 @@ def optimize(
         BudgetTooSmall: with the smallest budget, its decomposition, the op that binds and its source line.
         CaptureError: the forward is not one graph; names the user's file and line.
         UnsupportedFeature, SolverFailed: see their messages.
-        PlacematError: the budget is no size, or there is no such compiler.
+        PlacematError: the budget or `segments` is no size, or there is no such compiler.
     """
     planner = _planner(
         model,
@@ -102,6 +108,7 @@ def optimize(
         cost_model=cost_model,
         reserved_bytes=reserved_bytes,
         accumulate_grad=accumulate_grad,
+        segments=segments,
         keep=keep,
         recompute=recompute,
         keep_eager=keep_eager,
@@ -109,12 +116,61 @@ def optimize(
         gap=gap,
         progress=progress,
     )
-    handle = Handle(model, planner, check_compiler(compiler))
+    handle = Handle(model, planner, check_compiler(compiler, segments))
     if example_args is not None or example_kwargs is not None:
         args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
         handle.remember(planner.plan(model, original_forward(model), args, kwargs, handle.kept, known={}), args, kwargs)
     _install(model, handle)
     return model
+
+
+def backend(
+    budget_bytes: Budget | None = None,
+    *,
+    budget_fraction: float | None = None,
+    cost_model: CostModelLike | None = None,
+    device: torch.device | str = "cpu",
+    reserved_bytes: Budget = 0,
+    accumulate_grad: bool = False,
+    segments: int = 1,
+    keep: Iterable[Any] = (),
+    recompute: Iterable[Any] = (),
+    time_limit_s: float = 60.0,
+    gap: float = 0.01,
+    progress: bool | Progress | None = None,
+    compiler: str = "eager",
+) -> CompilerBackend:
+    """A backend: `torch.compile(model, fullgraph=True, dynamic=False, backend=placemat.backend("8 GiB"))`.
+
+    It plans the graph that is compiled, under the budget, and runs it by the plan; other shapes and modes are compiled
+    and planned anew. `.plan` and `.plans` have the plans. What is counted is what the graph has: parameters, buffers
+    and inputs that it reads, its outputs and a gradient for each, and the loss if the compiled function computes it. A
+    loss outside, and tensors that the function does not read, are for `reserved_bytes`. Calls without gradients, and
+    those for which the budget is ample, run what was traced, op by op.
+
+    Args:
+        device: on which the default cost model measures.
+        budget_bytes, budget_fraction, cost_model, reserved_bytes, accumulate_grad, segments, keep, recompute,
+            time_limit_s, gap, progress, compiler: as for `optimize`.
+
+    Raises:
+        PlacematError: an argument is none of what it may be. What a graph is refused for is raised when the compiled
+            function is called, as for `optimize`; also without `fullgraph=True`, with dynamic shapes, and with `mode=`
+            or `options=` of torch.compile.
+    """
+    _check_search(time_limit_s, gap, segments)
+    planner = Planner(
+        cost_model=_cost_model(cost_model, torch.device(device).type),
+        **_budget(budget_bytes, budget_fraction),
+        reserved_bytes=parse_bytes(reserved_bytes, "reserved_bytes", minimum=0),
+        accumulate_grad=accumulate_grad,
+        segments=segments,
+        constraints=parse_constraints(keep, recompute),
+        time_limit_s=time_limit_s,
+        gap=gap,
+        progress=make_progress(progress),
+    )
+    return CompilerBackend(planner, check_compiler(compiler, segments))
 
 
 def plan(
@@ -209,7 +265,7 @@ def apply(model: nn.Module, plan: Plan, *, compiler: str = "eager") -> nn.Module
             f"the plan is for a module with other parameters or buffers (digest {plan.module_digest[:12]}, this one "
             f"has {digest[:12]}). Remedy: build the model as it was when the plan was made, or plan() again."
         )
-    handle = Handle(model, None, check_compiler(compiler))
+    handle = Handle(model, None, check_compiler(compiler, plan.options.get("segments", 1)))
     handle.add_plan(plan)
     _install(model, handle)
     return model
@@ -269,6 +325,7 @@ def _planner(
     cost_model: CostModelLike | None = None,
     reserved_bytes: Budget = 0,
     accumulate_grad: bool = False,
+    segments: int = 1,
     keep: Iterable[Any] = (),
     recompute: Iterable[Any] = (),
     keep_eager: Iterable[str] = (),
@@ -276,19 +333,16 @@ def _planner(
     gap: float = 0.01,
     progress: bool | Progress | None = None,
 ) -> Planner:
-    _check_arguments(model, example_args, example_kwargs, loss_fn, time_limit_s, gap)
-    if (budget_bytes is None) == (budget_fraction is None):
-        raise PlacematError(
-            'give one of budget_bytes (an int, or text such as "8 GiB") and budget_fraction (0 to 1), and not both.'
-        )
+    _check_arguments(model, example_args, example_kwargs, loss_fn)
+    _check_search(time_limit_s, gap, segments)
     device = the_device(model, example_args, example_kwargs)
     return Planner(
         cost_model=_cost_model(cost_model, device.type),
-        budget_bytes=None if budget_bytes is None else parse_bytes(budget_bytes),
-        budget_fraction=None if budget_fraction is None else parse_fraction(budget_fraction),
+        **_budget(budget_bytes, budget_fraction),
         loss_fn=loss_fn,
         reserved_bytes=parse_bytes(reserved_bytes, "reserved_bytes", minimum=0),
         accumulate_grad=accumulate_grad,
+        segments=segments,
         constraints=parse_constraints(keep, recompute),
         keep_eager=parse_patterns("keep_eager", keep_eager),
         time_limit_s=time_limit_s,
@@ -297,9 +351,26 @@ def _planner(
     )
 
 
-def _check_arguments(
-    model: object, args: object, kwargs: object, loss_fn: object, time_limit_s: float, gap: float
-) -> None:
+def _budget(budget_bytes: Budget | None, budget_fraction: float | None) -> dict[str, Any]:
+    """The two arguments of a `Planner` that say what the budget is."""
+    if (budget_bytes is None) == (budget_fraction is None):
+        raise PlacematError(
+            'give one of budget_bytes (an int, or text such as "8 GiB") and budget_fraction (0 to 1), and not both.'
+        )
+    return {
+        "budget_bytes": None if budget_bytes is None else parse_bytes(budget_bytes),
+        "budget_fraction": None if budget_fraction is None else parse_fraction(budget_fraction),
+    }
+
+
+def _check_search(time_limit_s: float, gap: float, segments: object) -> None:
+    if not time_limit_s > 0 or not gap >= 0:
+        raise PlacematError(f"time_limit_s must be positive and gap not negative, got {time_limit_s} and {gap}.")
+    if isinstance(segments, bool) or not isinstance(segments, int) or segments < 1:
+        raise PlacematError(f"segments must be a whole number from 1 on, got {segments!r}.")
+
+
+def _check_arguments(model: object, args: object, kwargs: object, loss_fn: object) -> None:
     """Refuse what is of the wrong kind, before anything is done with it."""
     if not isinstance(model, nn.Module):
         raise PlacematError(f"expected a torch.nn.Module, got {type(model).__name__}.")
@@ -313,8 +384,6 @@ def _check_arguments(
         raise PlacematError(f"example_kwargs must be a dict of keyword arguments, got {type(kwargs).__name__}.")
     if loss_fn is not None and not callable(loss_fn):
         raise PlacematError(f"loss_fn must map the model's output to the loss, got {type(loss_fn).__name__}.")
-    if not time_limit_s > 0 or not gap >= 0:
-        raise PlacematError(f"time_limit_s must be positive and gap not negative, got {time_limit_s} and {gap}.")
     if any(nn.parameter.is_lazy(p) for p in (*model.parameters(), *model.buffers())):
         raise PlacematError("the model has uninitialized (lazy) parameters. Remedy: run it once before planning.")
 

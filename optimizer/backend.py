@@ -18,13 +18,14 @@ from placemat.emit import EmittedStep, emit
 from placemat.graph import gradients, torch_private
 from placemat.graph.aliases import guard_views, split_gradients
 from placemat.graph.autocast import LOW_PRECISION, casts_outlive_forward, sensitive_backward_op
-from placemat.graph.capture import DynamoGraph, make_joint
+from placemat.graph.capture import DynamoGraph, Interrupt, make_joint
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.kernel_strides import true_strides
 from placemat.graph.lower import Lowering
 from placemat.graph.recurrent import refuse_layers
 from placemat.schedule import Schedule
+from placemat.segments import Chain
 from placemat.shared_casts import SharedCasts, present_region
 from placemat.tied_weights import TiedWeights, tied_leaves
 
@@ -33,6 +34,10 @@ Planner = Callable[[JointGraph], tuple[Lowering, Schedule]]
 
 # From an emitted graph and its name, "forward" or "backward", to the function that runs it.
 Function = Callable[[fx.GraphModule, str], Boxed]
+
+
+class NoGradient(Interrupt):
+    """No output of the graph that is being compiled requires a gradient: there is no backward."""
 
 
 class Backend:
@@ -77,13 +82,16 @@ class Backend:
             leaves = [p for p, known in zip(made.primals, made.inputs, strict=True) if known.is_leaf]
             emitted["shares"] = lowering.graph.device if casts_outlive_forward(leaves) else None
             step = emit(lowering, schedule)
-            emitted["backward"] = _backward(step, lowering, function)
+            emitted["chain"] = Chain.of(made, step.segments, len(inputs)) if step.segments else None
+            emitted["backward"] = _backward(step, lowering, function, emitted["chain"])
             emitted["split"] = split_gradients(made, traced.hooked)
             emitted["tied"] = tied_leaves(made)
             self.compilations += 1
             return step.forward, step.backward
 
         def compile_forward(forward: fx.GraphModule, example_inputs: Any) -> Boxed:
+            if not emitted:
+                raise NoGradient
             emitted["region"] = torch_private.settle_region()
             return self._counted(function(forward, "forward"))
 
@@ -95,8 +103,13 @@ class Backend:
             compiled = torch_private.aot_backend(partition, compile_forward, compile_backward)(graph_module, inputs)
 
         def run(*args: Any) -> Any:
-            outputs = compiled(*args)
+            chain: Chain | None = emitted["chain"]
             checks = [emitted["autocast"], lambda grads: self.before_backward()]
+            passed: Sequence[Any] = args
+            if chain is not None:
+                passed, expected = chain.link(args)
+                checks.append(expected)
+            outputs = compiled(*passed)
             checks.append(lambda grads: self.tied_weights.check(emitted["tied"]))
             if emitted["shares"] is not None and (cache := present_region(emitted["shares"])) is not None:
                 checks.append(lambda grads: self.shared_casts.check(cache))
@@ -175,8 +188,8 @@ class _Arrival:
     as_traced: bool
 
 
-def _backward(step: EmittedStep, lowering: Lowering, function: Function) -> Boxed:
-    """The backward, specialized on demand for the tangents that arrive.
+def _backward(step: EmittedStep, lowering: Lowering, function: Function, chain: Chain | None) -> Boxed:
+    """The backward, specialized on demand for the tangents that arrive; of a chain, its first segment.
 
     The plan covers the case that all tangents it knows are there; with fewer, calls only fall away.
     """
@@ -193,7 +206,8 @@ def _backward(step: EmittedStep, lowering: Lowering, function: Function) -> Boxe
         if arrival not in variants:
             _check_tangents(present, planned)
             variants[arrival] = function(_specialized(step, arrival), "backward")
-        return variants[arrival](args)
+        result: Any = variants[arrival](args)
+        return result if chain is None else chain.begin(result)
 
     backward._boxed_call = True  # type: ignore[attr-defined]
     return backward
@@ -220,6 +234,9 @@ def _specialized(step: EmittedStep, arrival: _Arrival) -> fx.GraphModule:
     gradients.prune_tangents(graph, absent)
     if not arrival.as_traced:
         _reshape_gradients(graph, tangents)
+    if step.segments:
+        (output,) = graph.find_nodes(op="output")
+        output.args = ((),)  # all gradients are handed out before
     return fx.GraphModule(step.backward, graph)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from placemat.eager_step import EagerStep
-from placemat.graph.errors import BudgetTooSmall
+from placemat.graph.errors import BudgetTooSmall, UnsupportedFeature
 from placemat.module_choice import Choice, ModuleChoice
 from placemat.module_regions import find_regions
 from placemat.schedule import Compute
@@ -106,6 +106,11 @@ def _next(last: str, path: str) -> str | None:
 
 def choose_modules(plan: Plan, time_limit_s: float, gap: float) -> CheckpointModules:
     """The answer of `Plan.checkpoint_modules`; arguments and errors are its."""
+    if (segments := plan.options.get("segments", 1)) > 1:
+        raise UnsupportedFeature(
+            f"the plan has segments={segments}, in which its own code hands out gradients; the modules to wrap are for "
+            "eager, which hands each out as it comes. Remedy: plan without segments for them."
+        )
     started = time.monotonic()
     step = EagerStep(plan.problem, plan.labels, plan.device, not plan.options.get("accumulate_grad", False))
     regions, excluded = find_regions(step)

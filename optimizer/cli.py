@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--cost-device", metavar="NAME", help='device to cost for, such as "H100 SXM"')
         command.add_argument("--reserved", metavar="SIZE", default="0", help="optimizer state, buffers, slack")
         command.add_argument("--accumulate-grad", action="store_true", help="gradients exist when a step starts")
+        command.add_argument("--segments", type=int, default=1, metavar="K", help="parts that backward runs in")
         command.add_argument("--keep", action="append", default=[], metavar="PATTERN")
         command.add_argument("--recompute", action="append", default=[], metavar="PATTERN")
         command.add_argument("--keep-eager", action="append", default=[], metavar="PATTERN")
@@ -170,6 +171,7 @@ def _planning(options: argparse.Namespace, call: Call) -> dict[str, Any]:
         "cost_model": cost_model,
         "reserved_bytes": options.reserved,
         "accumulate_grad": options.accumulate_grad,
+        "segments": options.segments,
         "keep": options.keep,
         "recompute": options.recompute,
         "keep_eager": options.keep_eager,

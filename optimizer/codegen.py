@@ -3,6 +3,9 @@
 The callee empties its argument list and drops every name after its last use: with an ordinary call the caller's tuple
 would keep all saved tensors alive to the end of the backward, and the plan would be void. Operators are called through
 their `_op` builtin, which skips a layer of Python per call.
+
+A graph with marks of segments' ends becomes a generator: it yields the gradients of a segment, and between segments its
+suspended frame holds what the next ones read, and nothing else does.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from torch import fx
 
 from placemat.graph.eager_ops import RUNS
+from placemat.graph.gradients import hand_out
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -58,6 +62,8 @@ class _Writer:
         for node in graph.nodes:
             self.statement(node)
             self.drop(dying.get(node, []))
+            if node.target is hand_out:
+                self.lines.append("    yield _handed")
         return "\n".join(self.lines) + "\n"
 
     def statement(self, node: fx.Node) -> None:
@@ -67,6 +73,8 @@ class _Writer:
             self.lines.append(
                 f"    {self.names[node]} = {self.constant(operator.attrgetter(str(node.target))(self.graph_module))}"
             )
+        elif node.target is hand_out:
+            self.lines.append(f"    _handed = [{', '.join(self.text(a) for a in node.args[0])}]")  # type: ignore[union-attr]
         elif node.op == "call_function" and not _is_unpacked(node):
             self.lines.append(f"    {self.results(node)} = {self.call(node)}")
             self.drop(_unused_results(node))

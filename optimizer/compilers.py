@@ -20,14 +20,20 @@ COMPILERS: dict[str, Callable[[], Function]] = {
 }
 
 
-def check_compiler(name: object) -> str:
-    """The name of a compiler.
+def check_compiler(name: object, segments: int) -> str:
+    """The name of a compiler that can run a step of that many segments.
 
     Raises:
         PlacematError: it is none.
+        UnsupportedFeature: it cannot.
     """
     if not isinstance(name, str) or name not in COMPILERS:
         raise PlacematError(f"compiler={name!r} is none of {', '.join(map(repr, COMPILERS))}.")
+    if name != EAGER and segments > 1:
+        raise UnsupportedFeature(
+            f"compiler={name!r} compiles the backward as one function, which cannot hand out gradients in "
+            f'{segments} segments. Remedy: segments=1, or compiler="eager".'
+        )
     return name
 
 

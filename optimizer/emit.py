@@ -17,6 +17,8 @@ from torch import fx
 
 from placemat import rng
 from placemat.graph import batch_norm
+from placemat.graph.gradients import hand_out
+from placemat.graph.handing_out import Positions
 from placemat.graph.lower import Lowering
 from placemat.graph.storages import tensors_of
 from placemat.graph.torch_private import is_tangent
@@ -25,11 +27,16 @@ from placemat.schedule import Compute, Free, Schedule
 
 @dataclass(frozen=True)
 class EmittedStep:
-    """Forward: primals -> (forward outputs, saved). Backward: (saved, tangents) -> gradients of the primals."""
+    """Forward: primals -> (forward outputs, saved). Backward: (saved, tangents) -> gradients of the primals.
+
+    `segments` are the primals of which each `hand_out` in the backward has the gradients; there are none in a backward
+    of one segment. What the backward returns is then for AOTAutograd to read only: it wants to see all gradients.
+    """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     num_saved: int
+    segments: tuple[Positions, ...] = ()
 
 
 def emit(lowering: Lowering, schedule: Schedule) -> EmittedStep:
@@ -44,13 +51,16 @@ def emit(lowering: Lowering, schedule: Schedule) -> EmittedStep:
     backward = _Side(lowering, set(forward.computed), is_forward=False)
     for step in schedule.steps[border + 1 :]:
         backward.run(step)
-    gradients = [backward.get(g) if isinstance(g, fx.Node) else g for g in lowering.joint.gradients]
+    gradients = [backward.handed.get(i) or backward.gradient(i) for i in range(len(lowering.joint.gradients))]
     saved = list(backward.saved)
     forward.graph.output((*forward.outputs(), *(forward.get_saved(n) for n in saved)))
     backward.graph.output(tuple(gradients))
     _add_tangents(backward)
     owner = lowering.joint.graph_module
-    return EmittedStep(fx.GraphModule(owner, forward.graph), fx.GraphModule(owner, backward.graph), len(saved))
+    segments = tuple(lowering.handouts[op] for op in sorted(lowering.handouts))
+    return EmittedStep(
+        fx.GraphModule(owner, forward.graph), fx.GraphModule(owner, backward.graph), len(saved), segments
+    )
 
 
 def _add_tangents(backward: _Side) -> None:
@@ -84,6 +94,7 @@ class _Side:
     tangents: dict[fx.Node, fx.Node] = field(default_factory=dict)
     last_placeholder: fx.Node | None = None
     results: list[Any] | None = None  # outputs of the forward, once they are all there
+    handed: dict[int, fx.Node] = field(default_factory=dict)  # primal -> its gradient, once it is handed out
     names_of_value: dict[int, list[fx.Node]] = field(default_factory=dict)
 
     def run(self, step: Compute | Free) -> None:
@@ -104,6 +115,8 @@ class _Side:
             self.states[state] = self.add_rng_state(random, op.name)
         if op.target == "placemat.copy_back":
             self.results = self.outputs()
+        if index in self.lowering.handouts:
+            self.hand_out(self.lowering.handouts[index])
         if node is None:
             return
         copy = self.call_again(index, node) if again else self.graph.node_copy(node, self.get)
@@ -179,6 +192,16 @@ class _Side:
         if self.results is None:
             self.results = [self.get(o) if isinstance(o, fx.Node) else o for o in self.lowering.joint.forward_outputs]
         return self.results
+
+    def gradient(self, position: int) -> Any:
+        gradient = self.lowering.joint.gradients[position]
+        return self.get(gradient) if isinstance(gradient, fx.Node) else gradient
+
+    def hand_out(self, positions: Positions) -> None:
+        """End a segment: these gradients are returned, and nothing here has them any more."""
+        self.handed.update({position: self.gradient(position) for position in positions})
+        end = self.graph.call_function(hand_out, (tuple(self.handed[position] for position in positions),))
+        end.meta = {"val": None}
 
     def get_state(self, value: int) -> fx.Node:
         if value not in self.states:

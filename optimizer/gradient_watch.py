@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
 
 from placemat.graph.errors import UndeclaredGradients
 from placemat.graph.sources import users_stacklevel
@@ -13,13 +16,24 @@ from placemat.schedule import Compute
 from placemat.simulate import simulate
 from placemat.units import format_bytes
 
-if TYPE_CHECKING:
-    from placemat.handle import Handle
-
 _REMEDY = (
     "Remedy: accumulate_grad=True if gradients are accumulated over several backwards; otherwise "
     "optimizer.zero_grad(set_to_none=True) before each step"
 )
+
+
+class HasParameters(Protocol):
+    def parameters(self) -> Iterator[torch.Tensor]: ...
+
+
+class Watched(Protocol):
+    """A handle, or what stands for one: a latest plan, and the parameters that it is for."""
+
+    @property
+    def plan(self) -> Plan | None: ...
+
+    @property
+    def module(self) -> HasParameters: ...
 
 
 class GradientWatch:
@@ -28,7 +42,7 @@ class GradientWatch:
     It does not hold the handle: Dynamo's cache, which holds the watch, would keep the module alive.
     """
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: Watched) -> None:
         self._handle = weakref.ref(handle)
         self._forward_peaks: dict[str, int] = {}  # plan fingerprint -> bytes
         self.has_warned = False

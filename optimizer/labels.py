@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from placemat.graph.ir import ModuleCall, Op, OpGraph, Value
 
+# Pseudo-ops at which autograd gets gradients.
+HANDING_OUT = ("placemat.hand_out", "placemat.accumulate")
+
 
 @dataclass(frozen=True)
 class OpLabel:

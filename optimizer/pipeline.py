@@ -40,7 +40,7 @@ log = logging.getLogger("placemat")
 
 
 @dataclass(frozen=True)
-class _Identity:
+class Identity:
     """Which call a plan is for; `call` in words (see `describe_call`)."""
 
     module_digest: str
@@ -48,7 +48,7 @@ class _Identity:
     call: dict[str, str]
 
     @classmethod
-    def of(cls, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> _Identity:
+    def of(cls, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Identity:
         return cls(module_digest(model), input_digest(args, kwargs), describe_call(model, forward, args, kwargs))
 
 
@@ -62,6 +62,7 @@ class Planner:
     loss_fn: Callable[[Any], torch.Tensor] | None = None
     reserved_bytes: int = 0
     accumulate_grad: bool = False
+    segments: int = 1
     constraints: Constraints = field(default_factory=Constraints)
     keep_eager: tuple[str, ...] = ()
     time_limit_s: float = 60.0
@@ -98,33 +99,41 @@ class Planner:
             if joint.fingerprint in known:
                 return known[joint.fingerprint]
             stages = self._stages(joint, capture_seconds, model, forward, args, kwargs, kept)
-            self._search_begins((1.0 + FLOOR_SHARE) * self.time_limit_s)
-            is_ample = self.budget_bytes is not None and stages.may_run_original(self.budget_bytes)
-            floor = quick_floor(stages.problem) if is_ample else self.floor(stages)
-            budget_bytes = self._budget(stages, floor)
-            if budget_bytes < floor.minimum_bytes:
-                raise too_small(
-                    stages,
-                    floor,
-                    budget_bytes,
-                    reserved_bytes=self.reserved_bytes,
-                    constraints=self.constraints,
-                )
-            self._say(f"solving for {format_bytes(budget_bytes)}")
-            result = solve(
-                stages.problem,
+            return self.solved(stages, Identity.of(model, forward, args, kwargs))
+
+    def solved(self, stages: Stages, identity: Identity) -> Plan:
+        """The plan for these stages.
+
+        Raises:
+            BudgetTooSmall, SolverFailed: see `plan`.
+        """
+        self._search_begins((1.0 + FLOOR_SHARE) * self.time_limit_s)
+        is_ample = self.budget_bytes is not None and stages.may_run_original(self.budget_bytes)
+        floor = quick_floor(stages.problem) if is_ample else self.floor(stages)
+        budget_bytes = self._budget(stages, floor)
+        if budget_bytes < floor.minimum_bytes:
+            raise too_small(
+                stages,
+                floor,
                 budget_bytes,
-                time_limit_s=0.0 if floor.interrupted else self.time_limit_s,
-                gap=self.gap,
-                warm_start=floor.schedule,
-                progress=self._say,
+                reserved_bytes=self.reserved_bytes,
+                constraints=self.constraints,
             )
-            notes = stages.costs.notes
-            if floor.interrupted or result.limit == "interrupt":
-                self._say("interrupted: going on with the best plan so far")
-                notes += ("the search was interrupted: this is the best plan that it had found by then.",)
-            floor = lowered_floor(stages.problem, floor, result.schedule)
-            return self._built(stages, result, budget_bytes, floor, _Identity.of(model, forward, args, kwargs), notes)
+        self._say(f"solving for {format_bytes(budget_bytes)}")
+        result = solve(
+            stages.problem,
+            budget_bytes,
+            time_limit_s=0.0 if floor.interrupted else self.time_limit_s,
+            gap=self.gap,
+            warm_start=floor.schedule,
+            progress=self._say,
+        )
+        notes = stages.costs.notes
+        if floor.interrupted or result.limit == "interrupt":
+            self._say("interrupted: going on with the best plan so far")
+            notes += ("the search was interrupted: this is the best plan that it had found by then.",)
+        floor = lowered_floor(stages.problem, floor, result.schedule)
+        return self._built(stages, result, budget_bytes, floor, identity, notes)
 
     def frontier(
         self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], points: int
@@ -151,7 +160,7 @@ class Planner:
             )
             for point in curve:
                 floor = lowered_floor(stages.problem, floor, point.schedule)
-            identity = _Identity.of(model, forward, args, kwargs)
+            identity = Identity.of(model, forward, args, kwargs)
             notes = stages.costs.notes
             planner = replace(self, budget_fraction=None)
             plans = (planner._built(stages, point, point.budget_bytes, floor, identity, notes) for point in curve)
@@ -163,7 +172,7 @@ class Planner:
         answer: SolvedProblem,
         budget_bytes: int,
         floor: Floor,
-        identity: _Identity,
+        identity: Identity,
         notes: tuple[str, ...],
     ) -> Plan:
         return build_plan(
@@ -231,12 +240,26 @@ class Planner:
             self._say("capturing the loss")
             loss = capture_loss(joint, forward, self.loss_fn, args, kwargs, kept)
         capture_seconds += time.perf_counter() - started
+        device = the_device(model, args, kwargs).type
+        static = static_bytes(model, args, kwargs, accumulate_grad=self.accumulate_grad)
+        return self.costed(joint, loss, device, static, capture_seconds)
+
+    def costed(
+        self,
+        joint: JointGraph,
+        loss: LossRegion,
+        device: str,
+        static: Mapping[str, int],
+        capture_seconds: float,
+    ) -> Stages:
+        """Lower and cost a captured graph."""
         lowering = lower(
             joint,
-            device=the_device(model, args, kwargs).type,
-            static_bytes=static_bytes(model, args, kwargs, accumulate_grad=self.accumulate_grad),
+            device=device,
+            static_bytes=static,
             loss=loss,
             accumulate_grad=self.accumulate_grad,
+            segments=self.segments,
         )
         lowering = constrained(lowering, self.constraints)
         self._say(f"costing {len(lowering.graph.ops)} ops")
@@ -262,6 +285,7 @@ class Planner:
             "loss_held_bytes": stages.loss.held_bytes,
             "tangents_held": stages.loss.tangents_held,
             "accumulate_grad": self.accumulate_grad,
+            "segments": self.segments,
             "keep": self.constraints.keep,
             "recompute": self.constraints.recompute,
             "keep_eager": self.keep_eager,

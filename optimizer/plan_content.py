@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from placemat.plan import Plan
 
 # Options that change what a step runs; the others say how the plan was looked for.
-_STEP_OPTIONS = ("used_tangents", "tangents_held", "accumulate_grad", "keep", "recompute", "keep_eager")
+_STEP_OPTIONS = ("used_tangents", "tangents_held", "accumulate_grad", "segments", "keep", "recompute", "keep_eager")
 
 
 def encode(plan: Plan) -> dict[str, Any]:

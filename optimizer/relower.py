@@ -45,6 +45,7 @@ def relower(joint: JointGraph, plan: Plan) -> Lowering:
             options["tangents_held"],
         ),
         accumulate_grad=options["accumulate_grad"],
+        segments=options.get("segments", 1),
     )
     lowering = constrained(lowering, Constraints(tuple(options["keep"]), tuple(options["recompute"])))
     planned_ops = 1 + max(plan.schedule.computes, default=-1)

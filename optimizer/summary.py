@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from placemat.labels import short_source
+from placemat.labels import HANDING_OUT, short_source
 from placemat.units import format_bytes
 
 if TYPE_CHECKING:
@@ -101,9 +101,16 @@ def cost_rows(plan: Plan) -> list[tuple[str, ...]]:
         ("lower bound", f"{plan.lower_bound:.2%} for family {plan.family}, gap {plan.gap:.2%}, {plan.status}"),
         ("costs", f"{plan.cost_source} ({plan.device})"),
         ("time", f"captured in {plan.capture_seconds:.2f} s, solved in {plan.solve_seconds:.2f} s"),
+        *segment_rows(plan),
         *((name, ", ".join(plan.options[name])) for name in ("keep", "recompute") if plan.options.get(name)),
         ("versions", f"placemat {plan.placemat_version}, torch {plan.torch_version}"),
     ]
+
+
+def segment_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """In how many segments gradients arrive, unless it is one."""
+    ends = sum(label.target in HANDING_OUT for label in plan.labels.ops)
+    return [("gradients", f"handed out in {ends} segments")] if ends > 1 else []
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import placemat
 from placemat.graph.errors import PlacematError
@@ -156,6 +158,57 @@ def accumulation_job(rank: int) -> None:
 @pytest.mark.slow
 def test_gradients_accumulate_under_no_sync(tmp_path: Path) -> None:
     run_job(accumulation_job, tmp_path)
+
+
+def overlap_job(rank: int) -> None:
+    """When each bucket's reduction starts, and when operators of the backward run: "op" and "reduce"."""
+    data = batches(3)
+    eager, planned = twins()
+    options: dict[str, Any] = {"bucket_cap_mb": 0.01}
+    reference = train(DistributedDataParallel(eager, **options), eager, data)
+    plan = placemat.distributed.plan(planned, None, data[0], budget_fraction=0.2, segments=3, **PLANNING)
+    wrapped = DistributedDataParallel(placemat.apply(planned, plan), **options)
+    assert same(train(wrapped, planned, data), reference)
+
+    orders = []
+    for segments in (1, 3):
+        _, model = twins()
+        placemat.optimize(model, None, data[0], budget_fraction=0.2, segments=segments, **PLANNING)
+        wrapped = DistributedDataParallel(model, **options)
+        wrapped(*data[0]).backward()  # compiles, and makes the buckets anew
+        model.zero_grad()
+        order: list[str] = []
+
+        def reduce(state, bucket):  # DDP looks at annotations, and does not take them as text
+            state.append("reduce")
+            return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+        wrapped.register_comm_hook(order, reduce)
+        loss = wrapped(*data[0])
+        with Products(order):
+            loss.backward()
+        orders.append(order)
+    last_product = [len(order) - 1 - order[::-1].index("product") for order in orders]
+    early = ["reduce" in order[:last] for order, last in zip(orders, last_product, strict=True)]
+    assert early == [False, True], orders
+
+
+class Products(TorchDispatchMode):
+    """Notes matrix products."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        self.order = order
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.order.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.slow
+def test_reductions_of_segments_start_before_backward_ends(tmp_path: Path) -> None:
+    run_job(overlap_job, tmp_path)
 
 
 def unused_job(rank: int) -> None:
