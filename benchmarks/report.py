@@ -32,7 +32,8 @@ clock, with malloc holding freed memory as allocators of accelerators do. An ove
 step's time over that of eager's step in the same round; ± is twice the standard error of that median, estimated from
 the median absolute deviation. Peaks are replayed from the allocator's events, for all in the same way, with parameters,
 buffers and inputs. Loss, gradients, buffers and the random state after a step from a fixed seed are compared with
-eager's: *bitwise*; *close*, a root mean square error under 1e-4 of the tensor; or *WRONG*.
+eager's: *bitwise*; *close*, with an error (root mean square, as a part of the tensor's) under 0.01; or *WRONG*. The
+tensor with the largest error is named; 1e+09 stands for counters that differ.
 
 **Dominance.** For each peak that a peer reaches, placemat plans for that many bytes, and both are timed in the same
 rounds. *Ours less theirs* is the median over rounds of the difference, as a part of eager's step; the verdict is *the

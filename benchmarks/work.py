@@ -69,7 +69,7 @@ class Recurrent(nn.Module):
         return self.head(x).transpose(1, 2)
 
 
-def lstm(layers: int = 4, width: int = 128, sequence: int = 64, batch: int = 16) -> Workload:
+def lstm(layers: int = 4, width: int = 256, sequence: int = 64, batch: int = 32) -> Workload:
     """Stacked LSTM layers over bytes with residual connections, loss outside the module."""
     with seeded(0):
         model = Recurrent(layers, width)
@@ -128,14 +128,14 @@ WORKS: Mapping[str, Work] = {
         True,
     ),
     "moe": Work(
-        "Mixtral, 4 layers, width 128, 4 experts, 8 x 64 tokens",
-        partial(library_models.mixtral, "grouped_mm", layers=4, width=128, sequence=64, batch=8),
+        "Mixtral, 8 layers, width 256, 4 experts, 8 x 64 tokens",
+        partial(library_models.mixtral, "grouped_mm", layers=8, width=256, sequence=64, batch=8),
         r"model\.layers\.\d+",
         True,
         _EXPERTS,
     ),
     "chain": Work("256 layers of linear and tanh, width 128, batch 256", chain, r"0\.\d+", True),
-    "lstm": Work("4 LSTM layers, width 128, 16 x 64 bytes", lstm, r"layers\.\d+", False),
+    "lstm": Work("4 LSTM layers, width 256, 32 x 64 bytes", lstm, r"layers\.\d+", False),
     "tiny_dropout": Work(
         "3 transformer blocks with dropout, for tests",
         partial(models.transformer, layers=3, width=64, sequence=32, batch=8),

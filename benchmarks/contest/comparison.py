@@ -15,8 +15,9 @@ from tests.models import Workload
 Verdict = Literal["bitwise", "close", "wrong"]
 Tensors = Mapping[str, Tensor | None]
 SEED = 3
-# A part of the expected root mean square. Other orders of summation are below it, other random numbers far above.
-_CLOSE = 1e-4
+# A part of the expected root mean square. Sums in another order stay below it (0.4 % seen, where BatchNorm of a U-Net
+# is decomposed, most of whose gradients cancel), other random numbers are far above.
+_CLOSE = 1e-2
 # What is this much smaller than the whole is taken to be rounding: biases of attention's keys have zero gradients.
 _NEGLIGIBLE = 1e-3
 _ORDER: tuple[Verdict, ...] = ("bitwise", "close", "wrong")

@@ -57,10 +57,11 @@ def outcome(point: Point) -> str:
         "buffers": comparison.buffers,
         "random state": comparison.random_state,
     }
+    error = f"(error {comparison.worst_error:.2g} of {comparison.worst_name})"
     wrong = [name for name, status in parts.items() if status == "wrong"]
     if wrong:
-        return f"WRONG {', '.join(wrong)} (error {comparison.worst_error:.0%} of {comparison.worst_name})"
-    return comparison.verdict
+        return f"WRONG {', '.join(wrong)} {error}"
+    return comparison.verdict if comparison.verdict == "bitwise" else f"close {error}"
 
 
 def percent(estimate: Estimate | None) -> str:
