@@ -73,7 +73,14 @@ def _machines(listed: Sequence[Results]) -> str:
 
 
 def _overview(listed: Sequence[Results]) -> str:
-    header = ["workload", "eager peak", "step", "smallest peak of a peer that is right", "our floor", "ample budget"]
+    header = [
+        "workload",
+        "eager peak",
+        "step",
+        "smallest peak of a peer with right gradients",
+        "our floor",
+        "ample budget",
+    ]
     rows = []
     for results in listed:
         counts = Counter(verdict(results, point) for point in _distinct(results))
@@ -124,7 +131,7 @@ def _eager(results: Results) -> tuple[str, str]:
 
 
 def _peer_floor(results: Results) -> str:
-    right = [p for p in results.of(PEERS) if p.peak_bytes and p.comparison and p.comparison.verdict != "wrong"]
+    right = [p for p in results.of(PEERS) if p.peak_bytes and p.comparison and p.comparison.has_right_gradients]
     if not right:
         return "none"
     least = min(right, key=lambda p: p.peak_bytes or 0)

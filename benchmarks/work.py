@@ -82,6 +82,7 @@ def densenet121() -> Workload:
         return zoo.densenet121(batch=8, size=64)
 
 
+_DENSE = r"stages\.([2-9]|[1-5]\d|6[0-2])"  # dense layers and transitions, without the stem and the last norm
 _EXPERTS = {"recompute": ["transformers.grouped_mm_fallback"]}  # a custom operator, which may run twice
 
 WORKS: Mapping[str, Work] = {
@@ -119,7 +120,7 @@ WORKS: Mapping[str, Work] = {
     "resnet50": Work(
         "ResNet-50, 8 images of 96 x 96", partial(models.resnet50, batch=8, size=96), r"stages\.\d+", True
     ),
-    "densenet121": Work("DenseNet-121, 8 images of 64 x 64", densenet121, r"stages\.\d+", True),
+    "densenet121": Work("DenseNet-121, 8 images of 64 x 64", densenet121, _DENSE, True),
     "unet": Work("U-Net, 4 levels, width 16, 4 images of 128 x 128", models.unet, r"(encoders|decoders)\.\d+", False),
     "inception": Work(
         "9 Inception blocks, width 32, 8 images of 64 x 64, dropout 0.2",

@@ -40,6 +40,11 @@ class Comparison:
     worst_name: str
 
     @property
+    def has_right_gradients(self) -> bool:
+        """Whether loss and gradients are eager's, whatever became of buffers and the random state."""
+        return "wrong" not in (self.loss, self.gradients)
+
+    @property
     def verdict(self) -> Verdict:
         """The worst of all parts."""
         return max((self.loss, self.gradients, self.buffers, self.random_state), key=_ORDER.index)

@@ -17,7 +17,7 @@ _MIB = 2**20
 def save_figure(results: Results, path: Path) -> None:
     """Draw one workload's contenders and write the figure; the format is that of the file's ending.
 
-    Points whose step was wrong are crosses; bars are the margins of noise; the line of dots is what we predicted.
+    Points with wrong gradients are crosses; bars are the margins of noise; the line of dots is what we predicted.
     """
     from matplotlib.figure import Figure  # not needed by what only measures
 
@@ -65,4 +65,4 @@ def _draw(axes: Axes, results: Results, points: list[Point], name: str, color: s
 
 
 def _is_wrong(point: Point) -> bool:
-    return point.comparison is not None and point.comparison.verdict == "wrong"
+    return point.comparison is not None and not point.comparison.has_right_gradients
