@@ -30,6 +30,7 @@ class Work:
         blocks: regular expression of the paths of the modules to wrap, one by one.
         is_chain: the blocks run in their order, each on what the one before returned, with the same other arguments.
         options: of `placemat.plan`.
+        is_random: a step draws random numbers.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Work:
     blocks: str
     is_chain: bool
     options: Mapping[str, Any] = field(default_factory=dict)
+    is_random: bool = True
 
     def block_paths(self, model: nn.Module) -> list[str]:
         """Paths of the blocks, in the order of `named_modules`."""
@@ -118,10 +120,20 @@ WORKS: Mapping[str, Work] = {
         True,
     ),
     "resnet50": Work(
-        "ResNet-50, 8 images of 96 x 96", partial(models.resnet50, batch=8, size=96), r"stages\.\d+", True
+        "ResNet-50, 8 images of 96 x 96",
+        partial(models.resnet50, batch=8, size=96),
+        r"stages\.\d+",
+        True,
+        is_random=False,
     ),
-    "densenet121": Work("DenseNet-121, 8 images of 64 x 64", densenet121, _DENSE, True),
-    "unet": Work("U-Net, 4 levels, width 16, 4 images of 128 x 128", models.unet, r"(encoders|decoders)\.\d+", False),
+    "densenet121": Work("DenseNet-121, 8 images of 64 x 64", densenet121, _DENSE, True, is_random=False),
+    "unet": Work(
+        "U-Net, 4 levels, width 16, 4 images of 128 x 128",
+        models.unet,
+        r"(encoders|decoders)\.\d+",
+        False,
+        is_random=False,
+    ),
     "inception": Work(
         "9 Inception blocks, width 32, 8 images of 64 x 64, dropout 0.2",
         partial(models.inception, blocks=9, width=32, batch=8, size=64),
@@ -134,9 +146,10 @@ WORKS: Mapping[str, Work] = {
         r"model\.layers\.\d+",
         True,
         _EXPERTS,
+        is_random=False,
     ),
-    "chain": Work("256 layers of linear and tanh, width 128, batch 256", chain, r"0\.\d+", True),
-    "lstm": Work("4 LSTM layers, width 256, 32 x 64 bytes", lstm, r"layers\.\d+", False),
+    "chain": Work("256 layers of linear and tanh, width 128, batch 256", chain, r"0\.\d+", True, is_random=False),
+    "lstm": Work("4 LSTM layers, width 256, 32 x 64 bytes", lstm, r"layers\.\d+", False, is_random=False),
     "tiny_dropout": Work(
         "3 transformer blocks with dropout, for tests",
         partial(models.transformer, layers=3, width=64, sequence=32, batch=8),
@@ -144,6 +157,10 @@ WORKS: Mapping[str, Work] = {
         True,
     ),
     "tiny": Work(
-        "4 layers of linear and tanh, for tests", partial(chain, layers=4, width=32, batch=1024), r"0\.\d+", True
+        "4 layers of linear and tanh, for tests",
+        partial(chain, layers=4, width=32, batch=1024),
+        r"0\.\d+",
+        True,
+        is_random=False,
     ),
 }

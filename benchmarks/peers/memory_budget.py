@@ -73,7 +73,7 @@ class MemoryBudget:
 
     def settings(self, work: Work) -> Sequence[Setting]:
         listed = [_setting(1.0, "dp", False)]
-        for keeps_random in (True, False):
+        for keeps_random in (True, False) if work.is_random else (False,):
             listed += [_setting(budget, solver, keeps_random) for solver in SOLVERS for budget in BUDGETS]
             listed.append(_setting(0.0, "dp", keeps_random))
         return listed
