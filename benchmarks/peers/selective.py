@@ -54,7 +54,7 @@ class Selective:
     name = "selective checkpointing"
 
     def settings(self, work: Work) -> Sequence[Setting]:
-        return [Setting(label, "selective", {"every": every}) for every, label in _EVERY.items()]
+        return [Setting(label, self.name, {"every": every}) for every, label in _EVERY.items()]
 
     def prepare(self, work: Work, workload: Workload, setting: Setting) -> Callable[[], str]:
         contexts = functools.partial(_contexts, int(setting.values["every"]))
