@@ -123,10 +123,10 @@ class DenseNet(nn.Module):
         return self.head(self.stages(x).mean(dim=(2, 3)))
 
 
-def densenet121(batch: int = 32) -> Workload:
+def densenet121(batch: int = 32, size: int = 224) -> Workload:
     """DenseNet-121: 8.0 million parameters, loss outside (Huang et al. 2017, arXiv:1608.06993, table 1)."""
     model = DenseNet((6, 12, 24, 16), growth=32, classes=1000)
-    images, labels = torch.randn(batch, 3, 224, 224), torch.randint(0, 1000, (batch,))
+    images, labels = torch.randn(batch, 3, size, size), torch.randint(0, 1000, (batch,))
     return Workload(model.train(), (images,), {}, CrossEntropy(labels))
 
 

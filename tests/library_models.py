@@ -65,48 +65,49 @@ def llama(key_heads: int = 4, use_cache: bool = False) -> Workload:
         return _with_labels(LlamaForCausalLM(config), _ids(4, 64))
 
 
-def bert() -> Workload:
+def bert(layers: int = 2, width: int = 64, sequence: int = 64, batch: int = 4) -> Workload:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
+        hidden_size=width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
-        intermediate_size=256,
-        max_position_embeddings=64,
+        intermediate_size=4 * width,
+        max_position_embeddings=sequence,
     )
     with seeded(0):
-        return _with_labels(BertForMaskedLM(config), _ids(4, 64))
+        return _with_labels(BertForMaskedLM(config), _ids(batch, sequence))
 
 
-def t5() -> Workload:
+def t5(layers: int = 2, width: int = 64, sequence: int = 64, batch: int = 4) -> Workload:
+    """As many layers in the encoder as in the decoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(
         vocab_size=VOCABULARY,
-        d_model=64,
-        d_kv=16,
-        d_ff=256,
-        num_layers=2,
-        num_decoder_layers=2,
+        d_model=width,
+        d_kv=width // 4,
+        d_ff=4 * width,
+        num_layers=layers,
+        num_decoder_layers=layers,
         num_heads=4,
         use_cache=False,
     )
     config.decoder_start_token_id = 0
     with seeded(0):
-        return _with_labels(T5ForConditionalGeneration(config), _ids(4, 64))
+        return _with_labels(T5ForConditionalGeneration(config), _ids(batch, sequence))
 
 
-def vit() -> Workload:
+def vit(layers: int = 2, width: int = 64, batch: int = 8) -> Workload:
     """(batch, 3, 32, 32) images in 8 x 8 patches."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=64,
-        num_hidden_layers=2,
+        hidden_size=width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
-        intermediate_size=256,
+        intermediate_size=4 * width,
         image_size=32,
         patch_size=4,
         hidden_dropout_prob=0.1,
@@ -114,7 +115,7 @@ def vit() -> Workload:
     )
     config.num_labels = 10
     with seeded(0):
-        images, labels = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+        images, labels = torch.randn(batch, 3, 32, 32), torch.randint(0, 10, (batch,))
         return Workload(ViTForImageClassification(config).train(), (), {"pixel_values": images, "labels": labels}, None)
 
 
@@ -136,8 +137,8 @@ def convnext() -> Workload:
         return Workload(model.train(), (), {"pixel_values": images, "labels": labels}, None)
 
 
-def mixtral(experts: str) -> Workload:
-    """Two layers with four experts, of which each token takes two.
+def mixtral(experts: str, layers: int = 2, width: int = 32, sequence: int = 32, batch: int = 4) -> Workload:
+    """Layers with four experts, of which each token takes two.
 
     Args:
         experts: how the library computes them: "eager", "batched_mm" or "grouped_mm", which it does unless told.
@@ -146,20 +147,20 @@ def mixtral(experts: str) -> Workload:
 
     config = MixtralConfig(
         vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         num_local_experts=4,
         num_experts_per_tok=2,
-        max_position_embeddings=32,
+        max_position_embeddings=sequence,
         use_cache=False,
     )
     with seeded(0):
         model = MixtralForCausalLM(config)
         model.set_experts_implementation(experts)
-        return _with_labels(model, _ids(4, 32))
+        return _with_labels(model, _ids(batch, sequence))
 
 
 def lora(base: Callable[[], Workload], target_modules: list[str]) -> Workload:
