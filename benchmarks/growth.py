@@ -86,6 +86,7 @@ class Stopwatch:
 
 def measure(axis: str, value: int, profile: Path | None = None) -> Point:
     """Plan one GPT-2, in this process."""
+    torch.set_num_threads(1)
     with cProfile.Profile() as profiler:
         if profile is None:
             profiler.disable()

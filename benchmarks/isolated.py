@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -66,7 +64,6 @@ def run_isolated(
 def _child(
     sender: Connection, function: Callable[..., Any], args: tuple[Any, ...], memory_limit_bytes: int | None
 ) -> None:
-    torch.set_num_threads(1)
     if memory_limit_bytes is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_limit_bytes, memory_limit_bytes))
     started = time.monotonic()

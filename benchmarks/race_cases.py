@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from benchmarks.layered import layered
 from benchmarks.problems import stages
 from benchmarks.zoo import build
@@ -63,4 +65,5 @@ GRAPHS: Mapping[str, Callable[[], Graph]] = {
 
 def make(name: str) -> Graph:
     """The graph of that name."""
+    torch.set_num_threads(1)
     return GRAPHS[name]()
