@@ -50,6 +50,7 @@ class Point:
         costing_s: op costs, and the problem in integers.
         floor_s: the lowest peak that is found at once, for the budget.
         solving_s: the search for a plan, to its gap of 1 %.
+        total_s: from the built module to the plan; `cpu_s` are the seconds of all threads in that time.
         memory_bytes: highest resident memory of the process until then, torch included.
     """
 
@@ -65,6 +66,7 @@ class Point:
     floor_s: float
     solving_s: float
     total_s: float
+    cpu_s: float
     memory_bytes: int
     gap: float
     recompute_share: float
@@ -104,7 +106,7 @@ def _measure(axis: str, value: int) -> Point:
     started = time.perf_counter()
     with torch.device("meta"):
         workload = gpt2(**{axis: value})
-    built = time.perf_counter()
+    built, cpu_built = time.perf_counter(), time.process_time()
     watch = Stopwatch()
     planner = Planner(cost_model=Roofline(device_spec(DEVICE)), loss_fn=workload.loss_fn, progress=watch)
     stages = planner.stages(workload.model, workload.model.forward, workload.args, workload.kwargs)
@@ -129,6 +131,7 @@ def _measure(axis: str, value: int) -> Point:
         floor_s=floored - staged,
         solving_s=solved - floored,
         total_s=solved - built,
+        cpu_s=time.process_time() - cpu_built,
         memory_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,  # kilobytes on Linux
         gap=result.gap,
         recompute_share=result.objective_seconds / problem.runtime_s,

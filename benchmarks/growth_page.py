@@ -22,7 +22,7 @@ STAGES = {
     "solving_s": "solving",
     "total_s": "total",
 }
-_HEAD = ("axis", "value", "nodes", "ops", *STAGES.values(), "process", "gap %", "recompute %")
+_HEAD = ("axis", "value", "nodes", "ops", *STAGES.values(), "CPU", "process", "gap %", "recompute %")
 
 
 def section(result: Mapping[str, Any]) -> str:
@@ -92,6 +92,7 @@ def _cells(point: Point) -> tuple[str, ...]:
         str(point["num_nodes"]),
         str(point["num_ops"]),
         *(f"{point[stage]:.2f}" for stage in STAGES),
+        f"{point['cpu_s']:.2f}",
         format_bytes(point["memory_bytes"]),
         f"{100 * point['gap']:.2f}",
         f"{100 * point['recompute_share']:.2f}",

@@ -38,7 +38,7 @@ class Row:
 
     Attributes:
         bound_s: no plan of the solver's family recomputes less, by the solver.
-        seconds: wall clock of the solver, writing down its model included.
+        seconds: wall clock of the solver, writing down its model included; `cpu_seconds` are those of all its threads.
         memory_bytes: highest resident memory of its process.
         ours_at_peak_s: recompute seconds of our plan for `peak_bytes`.
     """
@@ -55,6 +55,7 @@ class Row:
     bound_s: float | None
     peak_bytes: int | None
     seconds: float
+    cpu_seconds: float | None
     memory_bytes: int | None
     note: str
     ours_at_peak_s: float | None = None
@@ -104,6 +105,7 @@ class Race:
             bound_s=answer.lower_bound_seconds if is_bounded else None,
             peak_bytes=peak_bytes,
             seconds=outcome.seconds,
+            cpu_seconds=outcome.cpu_seconds,
             memory_bytes=outcome.memory_bytes,
             note=answer.note,
             ours_at_peak_s=ours_at_peak_s,

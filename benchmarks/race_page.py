@@ -14,7 +14,20 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]  # benchmarks.race.Row, as JSON has it
 
-_HEAD = ("graph", "ops", "budget", "solver", "recompute %", "bound %", "s", "memory", "peak", "ours at its peak %", "")
+_HEAD = (
+    "graph",
+    "ops",
+    "budget",
+    "solver",
+    "recompute %",
+    "bound %",
+    "s",
+    "CPU s",
+    "memory",
+    "peak",
+    "ours at its peak %",
+    "",
+)
 _ORDER = {name: i for i, name in enumerate(SOLVERS)}
 
 
@@ -114,6 +127,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         plan,
         _percent(row, row["bound_s"]),
         f"{row['seconds']:.1f}",
+        "" if row["cpu_seconds"] is None else f"{row['cpu_seconds']:.1f}",
         "" if row["memory_bytes"] is None else format_bytes(row["memory_bytes"]),
         "" if row["peak_bytes"] is None else format_bytes(row["peak_bytes"]),
         at_peak,

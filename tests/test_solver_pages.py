@@ -20,7 +20,14 @@ def row(
     solver: str, recompute_s: float | None, ours_at_peak_s: float | None = None, **other: object
 ) -> dict[str, object]:
     figures = {"graph": "g", "num_ops": 9, "step_s": 100.0, "budget": "0.9", "budget_bytes": 1000, "status": "feasible"}
-    figures |= {"bound_s": None, "peak_bytes": 900, "seconds": 1.0, "memory_bytes": None, "note": ""}
+    figures |= {
+        "bound_s": None,
+        "peak_bytes": 900,
+        "seconds": 1.0,
+        "cpu_seconds": None,
+        "memory_bytes": None,
+        "note": "",
+    }
     return figures | {"solver": solver, "recompute_s": recompute_s, "ours_at_peak_s": ours_at_peak_s} | other
 
 
@@ -46,7 +53,7 @@ def test_plans_over_the_budget_and_failures_are_none() -> None:
 
 
 def test_a_slope_is_the_exponent_of_the_work() -> None:
-    stages = dict.fromkeys((*growth_page.STAGES, "gap", "recompute_share"), 1.0)
+    stages = dict.fromkeys((*growth_page.STAGES, "cpu_s", "gap", "recompute_share"), 1.0)
     points = [
         {
             "axis": "layers",

@@ -31,7 +31,7 @@ from placemat.schedule import canonical
 FINEST_BYTES = 2**20  # units of the room over the static bytes
 FINEST_SECONDS = 10**9  # units of the step
 WORKERS = 2
-FIRST_SHARE = 0.5  # part of the time limit that making the peak small may take
+
 
 Copy = tuple[int, int]  # (op or value, copy from 0 on)
 
@@ -190,7 +190,7 @@ def interval(problem: Problem, budget_bytes: int, time_limit_s: float = 60.0, co
     solver.parameters.num_workers = WORKERS
     solver.parameters.random_seed = 1
     room = room_bytes // intervals.unit
-    lowest, status = _make_small(intervals, solver, room, FIRST_SHARE * (deadline - time.monotonic()))
+    lowest, status = _make_small(intervals, solver, room, deadline - time.monotonic())
     if lowest > room:
         note = f"lowest peak in the first solve: {problem.static_bytes + lowest * intervals.unit:,} bytes or less"
         if status == cp_model.OPTIMAL:
