@@ -192,7 +192,10 @@ def interval(problem: Problem, budget_bytes: int, time_limit_s: float = 60.0, co
     room = room_bytes // intervals.unit
     lowest, status = _make_small(intervals, solver, room, deadline - time.monotonic())
     if lowest > room:
-        note = f"lowest peak in the first solve: {problem.static_bytes + lowest * intervals.unit:,} bytes or less"
+        note = "the first solve found nothing"
+        if lowest < float("inf"):
+            lowest_bytes = problem.static_bytes + int(lowest) * intervals.unit
+            note = f"lowest peak in the first solve: {lowest_bytes:,} bytes or less"
         if status == cp_model.OPTIMAL:
             return Answer(None, "infeasible", float("inf"), note)
         return Answer(None, "none", None, note)
