@@ -22,6 +22,20 @@ STAGES = {
     "solving_s": "solving",
     "total_s": "total",
 }
+REASONS = """Why the slopes are what they are, by profiles (`--profile`):
+
+- *Sequence and batch* change no graph: the same ops and values, other bytes and seconds. What differs is how hard the
+  search is.
+- *Capture* goes through the model op by op, in Python: half of it is Dynamo's symbolic execution, half AOTAutograd's
+  trace of forward and backward with fake tensors. Every layer is traced anew, so it grows with their number, less a
+  start that it shares; at 12 layers it is two thirds of planning.
+- *Lowering* and *costing* go through ops and values a few times. Costing looks at each kind of op once: equal layers
+  are free.
+- *Floor* and the first plans of the search evaluate kept sets, each in time linear in the ops, and no more of them than
+  400,000 ops' worth (`optimizer/greedy.py`): they stop growing at some 800 ops.
+- *Solving* grows with the memory rows that bind and with the values, not with their product (`docs/solver.md`).
+- *Memory* is that of torch and transformers, and some 4 MiB a layer."""
+
 _HEAD = ("axis", "value", "nodes", "ops", *STAGES.values(), "CPU", "process", "gap %", "recompute %")
 
 
@@ -38,6 +52,8 @@ axis: 0 does not grow, 1 grows with the work, 2 with its square.
 {table(points)}
 
 {slopes(points)}
+
+{REASONS}
 """
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
+ENDING_S = 10.0  # that a process whose result is there may take to end
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -52,6 +54,7 @@ def run_isolated(
     try:
         if receiver.poll(time_limit_s):
             outcome: Outcome = receiver.recv()
+            process.join(ENDING_S)
             return outcome
         return Outcome(None, f"killed after {time_limit_s:.0f} s", time.monotonic() - started)
     except EOFError:
