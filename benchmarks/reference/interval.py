@@ -26,12 +26,11 @@ from ortools.sat.python import cp_model
 from benchmarks.reference.answer import Answer
 from benchmarks.reference.checkmate import OutOfTime, Readers
 from placemat.problem import Problem
-from placemat.schedule import canonical
+from placemat.schedule import Schedule, canonical
 
 FINEST_BYTES = 2**20  # units of the room over the static bytes
 FINEST_SECONDS = 10**9  # units of the step
 WORKERS = 2
-
 
 Copy = tuple[int, int]  # (op or value, copy from 0 on)
 
@@ -199,7 +198,8 @@ def interval(problem: Problem, budget_bytes: int, time_limit_s: float = 60.0, co
         if status == cp_model.OPTIMAL:
             return Answer(None, "infeasible", float("inf"), note)
         return Answer(None, "none", None, note)
-    return _make_cheap(intervals, solver, room, deadline - time.monotonic())
+    first = _schedule(intervals, solver)
+    return _make_cheap(intervals, solver, room, deadline - time.monotonic(), first)
 
 
 def _make_small(
@@ -217,16 +217,26 @@ def _make_small(
         return float("inf"), status
     lowest = room + solver.value(over)
     model.clear_hints()
-    for variable in (*intervals.ends.values(), *intervals.is_there.values()):
+    for index in range(len(model.proto.variables)):
+        variable = model.get_int_var_from_proto_index(index)
         model.add_hint(variable, solver.value(variable))
-    for start in intervals.starts.values():
-        if isinstance(start, cp_model.IntVar):
-            model.add_hint(start, solver.value(start))
     return lowest, status
 
 
-def _make_cheap(intervals: Intervals, solver: cp_model.CpSolver, room: int, time_limit_s: float) -> Answer:
-    """The second solve: recompute seconds within the budget."""
+def _schedule(intervals: Intervals, solver: cp_model.CpSolver) -> Schedule:
+    """What the solver's solution runs, in the order of positions."""
+    runs = [
+        (solver.value(start), o)
+        for (o, c), start in intervals.starts.items()
+        if c == 0 or solver.value(intervals.is_there[o, c])
+    ]
+    return canonical(intervals.problem, [o for _, o in sorted(runs)])
+
+
+def _make_cheap(
+    intervals: Intervals, solver: cp_model.CpSolver, room: int, time_limit_s: float, first: Schedule
+) -> Answer:
+    """The second solve: recompute seconds within the budget; the plan of the first one if it finds none in its time."""
     problem, model = intervals.problem, intervals.model
     unit_s = max(problem.runtime_s, 1e-30) / FINEST_SECONDS
     model.add(intervals.peak <= room)
@@ -235,12 +245,6 @@ def _make_cheap(intervals: Intervals, solver: cp_model.CpSolver, room: int, time
     solver.parameters.max_time_in_seconds = max(time_limit_s, 0.01)
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None, "none", None, "the second solve did not find the plan of the first one again")
-    runs = [
-        (solver.value(start), o)
-        for (o, c), start in intervals.starts.items()
-        if c == 0 or solver.value(intervals.is_there[o, c])
-    ]
-    schedule = canonical(problem, [o for _, o in sorted(runs)])
+        return Answer(first, "feasible", None, "the plan of the first solve; the second one found none")
     bound_s = max(0.0, solver.best_objective_bound * unit_s)
-    return Answer(schedule, "optimal" if status == cp_model.OPTIMAL else "feasible", bound_s)
+    return Answer(_schedule(intervals, solver), "optimal" if status == cp_model.OPTIMAL else "feasible", bound_s)
