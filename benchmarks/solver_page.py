@@ -23,8 +23,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--race", type=Path, metavar="FILE")
     parser.add_argument("--growth", type=Path, metavar="FILE")
+    parser.add_argument("--note", metavar="TEXT", help="what to know of these runs")
     arguments = parser.parse_args(argv)
-    parts = [HEAD]
+    parts = [HEAD] if arguments.note is None else [HEAD, f"**{arguments.note}**\n"]
     if arguments.race is not None:
         parts.append(race_page.section(json.loads(arguments.race.read_text())))
     if arguments.growth is not None:
