@@ -17,7 +17,7 @@ from placemat.refinement import Refinement, first_grid
 from placemat.replay import default_cut
 from placemat.schedule import Compute, Schedule
 from placemat.simulate import Simulation, simulate
-from placemat.starts import starting_schedules
+from placemat.starts import free_starts, starting_schedules
 
 # A first goal is twice this share of the best peak below it; where less than this is left open, the goal is one byte.
 FINEST_SHARE = 1e-3
@@ -79,7 +79,8 @@ def minimum_budget(
     """
     started = time.monotonic()
     families = ladder(problem, phases)
-    starts = starting_schedules(problem, families[0], 0) + ([] if warm_start is None else [warm_start])
+    starts = starting_schedules(problem, families[0], 0)
+    starts += free_starts(problem, static_lower_bound(problem), phases, warm_start)
     if default_cut(problem) in families[0].cuts[1:-1]:
         starts.append(lowest_peak(problem))
     best = min(starts, key=lambda schedule: simulate(problem, schedule).peak_bytes)

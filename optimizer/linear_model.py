@@ -121,7 +121,7 @@ class LinearModel:
         Returns:
             The solve under way.
         """
-        proto = self._proto(costs)
+        proto = self.proto(costs)
         for column, value in (fixed or {}).items():
             proto.variables.lower_bounds[column] = proto.variables.upper_bounds[column] = value
         if relaxed:
@@ -157,7 +157,8 @@ class LinearModel:
         bound = math.inf if status == "infeasible" else termination.objective_bounds.dual_bound
         return LinearAnswer(status, limit, values, objective, bound)
 
-    def _proto(self, costs: Mapping[int, float]) -> model_pb2.ModelProto:
+    def proto(self, costs: Mapping[int, float]) -> model_pb2.ModelProto:
+        """The model for MathOpt, which any solver of its own takes; minimises sum of cost * column."""
         proto = model_pb2.ModelProto(name=self.name)
         proto.variables.ids.extend(range(len(self.column_names)))
         proto.variables.names.extend(self.column_names)

@@ -16,7 +16,7 @@ from placemat.problem import Problem
 from placemat.schedule import Schedule
 from placemat.search import FamilySearch
 from placemat.simulate import Simulation, simulate
-from placemat.starts import starting_schedules
+from placemat.starts import free_starts, starting_schedules
 
 # A budget of which the lowest quick plan takes more than this share is tight.
 TIGHT_SHARE = 0.85
@@ -93,7 +93,7 @@ def solve(
     # No schedule of any family recomputes less than what must be.
     rungs = _Rungs(families, incumbent, gap, simulate(problem, everything).recompute_seconds)
     try:
-        rungs.climb([] if warm_start is None else [warm_start])
+        rungs.climb(free_starts(problem, budget_bytes, phases, warm_start))
     except KeyboardInterrupt:
         if incumbent.schedule is None:
             raise

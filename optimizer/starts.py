@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from placemat.baselines import chen_sqrt_n, recompute_all, save_all
 from placemat.greedy import segments
-from placemat.phases import Phases
+from placemat.phases import Phases, PhasesArgument
 from placemat.problem import Problem
 from placemat.replay import default_cut
 from placemat.schedule import Schedule
+from placemat.shave import shaved
+
+
+def free_starts(
+    problem: Problem, budget_bytes: int, phases: PhasesArgument, warm_start: Schedule | None
+) -> list[Schedule]:
+    """Schedules that may be of no family: what was handed in, and where no family was asked for and no border says
+    where to cut, one that is shaved down to the budget."""
+    starts = [] if warm_start is None else [warm_start]
+    if phases is None and problem.border is None:
+        starts.append(shaved(problem, save_all(problem), budget_bytes))
+    return starts
 
 
 def starting_schedules(problem: Problem, phases: Phases, budget_bytes: int) -> list[Schedule]:

@@ -9,13 +9,13 @@ import networkx as nx
 import numpy as np
 import pytest
 
+from benchmarks.reference.checkmate import checkmate
 from placemat.baselines import save_all
 from placemat.floor import minimum_budget
 from placemat.graph.errors import BudgetTooSmall
 from placemat.problem import Problem
 from placemat.simulate import simulate
 from placemat.solve import solve
-from tests.checkmate import checkmate
 from tests.instances import random_problem
 
 
@@ -63,9 +63,12 @@ def optimum(problem: Problem, budget_bytes: int, time_limit_s: float = 60.0) -> 
 
 def compare(problem: Problem, budget_bytes: int, time_limit_s: float = 60.0) -> float:
     """Both optima, after the reference's own schedule has passed the referee."""
-    expected, schedule = checkmate(problem, budget_bytes)
-    if schedule is not None:
-        simulation = simulate(problem, schedule)
+    answer = checkmate(problem, budget_bytes)
+    assert answer.status in ("optimal", "infeasible")
+    assert answer.lower_bound_seconds is not None
+    expected = answer.lower_bound_seconds
+    if answer.schedule is not None:
+        simulation = simulate(problem, answer.schedule)
         assert simulation.peak_bytes <= budget_bytes
         assert simulation.recompute_seconds == pytest.approx(expected)
     assert optimum(problem, budget_bytes, time_limit_s) == pytest.approx(expected)
