@@ -4,7 +4,8 @@
     python -m benchmarks.inductor --layers 4 --width 128 --rounds 15
 
 Contenders: `eager`; `torch.compile` as it is, with its own choice of what to save; and for each fraction of the way
-from the floor to the keep-everything peak one plan under both compilers. Peaks include parameters, buffers and inputs.
+from the floor to the keep-everything peak a plan that is run op by op, the same one compiled, and one that was made for
+fused kernels under the same budget, compiled. Peaks include parameters, buffers and inputs.
 All run in one process with one torch thread, interleaved; ratios to torch.compile are medians over rounds (see
 `timing.py`).
 """
@@ -36,10 +37,11 @@ def make_contenders(workload: Workload) -> tuple[dict[str, Workload], dict[str, 
     for fraction in FRACTIONS:
         model, args, kwargs, _ = workload
         plan = placemat.plan(model, None, args, kwargs, budget_fraction=fraction, loss_fn=workload.loss_fn)
-        for compiler in ("eager", "inductor"):
-            name = f"{fraction:g} {compiler}"
-            applied = placemat.apply(copy.deepcopy(model), plan, compiler=compiler)
-            contenders[name], plans[name] = workload._replace(model=applied), plan
+        fused = placemat.plan(model, plan.budget_bytes, args, kwargs, loss_fn=workload.loss_fn, compiler="inductor")
+        for name, made, compiler in (("eager", plan, "eager"), ("compiled", plan, "inductor"), ("fused", fused, None)):
+            applied = placemat.apply(copy.deepcopy(model), made, compiler=compiler)
+            contenders[f"{fraction:g} {name}"] = workload._replace(model=applied)
+            plans[f"{fraction:g} {name}"] = made
     return contenders, plans
 
 

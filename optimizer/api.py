@@ -10,7 +10,7 @@ from torch import nn
 
 from placemat.calls import module_digest, the_device
 from placemat.checkpointing import remove_checkpointing
-from placemat.compilers import check_compiler, refuse_compiled
+from placemat.compilers import EAGER, check_compiler, compiler_for, refuse_compiled
 from placemat.constraints import parse_constraints, parse_patterns
 from placemat.cost_models import CostModel, default_cost_model
 from placemat.cost_models.custom import CostModelLike, as_cost_model
@@ -87,8 +87,9 @@ def optimize(
         compiler: "eager" runs the plan op by op, with eager's kernels and bits. "inductor" has the planned forward and
             backward compiled by PyTorch's Inductor (on the CPU that takes a C++ compiler, and half a minute or more):
             what is handed from one to the other is what the plan keeps, random numbers are eager's, all else rounds as
-            under `torch.compile`, and the peak inside of each is Inductor's affair. Then no call that wants gradients
-            runs the original forward.
+            under `torch.compile`, and the peak inside of each is Inductor's affair: plans expect elementwise results
+            that only elementwise operators read to take no memory, and cost such operators by the traffic that fusion
+            leaves. Then no call that wants gradients runs the original forward.
 
     Raises:
         ConstraintError: an entry of `keep` or `recompute` matches nothing, contradicts another, or asks for what
@@ -115,8 +116,9 @@ def optimize(
         time_limit_s=time_limit_s,
         gap=gap,
         progress=progress,
+        compiler=compiler,
     )
-    handle = Handle(model, planner, check_compiler(compiler, segments))
+    handle = Handle(model, planner, compiler)
     if example_args is not None or example_kwargs is not None:
         args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
         handle.remember(planner.plan(model, original_forward(model), args, kwargs, handle.kept, known={}), args, kwargs)
@@ -165,12 +167,13 @@ def backend(
         reserved_bytes=parse_bytes(reserved_bytes, "reserved_bytes", minimum=0),
         accumulate_grad=accumulate_grad,
         segments=segments,
+        compiler=check_compiler(compiler, segments),
         constraints=parse_constraints(keep, recompute),
         time_limit_s=time_limit_s,
         gap=gap,
         progress=make_progress(progress),
     )
-    return CompilerBackend(planner, check_compiler(compiler, segments))
+    return CompilerBackend(planner, compiler)
 
 
 def plan(
@@ -241,16 +244,16 @@ def frontier(
     return planner.frontier(model, original_forward(model), args, kwargs, points)
 
 
-def apply(model: nn.Module, plan: Plan, *, compiler: str = "eager") -> nn.Module:
+def apply(model: nn.Module, plan: Plan, *, compiler: str | None = None) -> nn.Module:
     """Follow a plan that was made before, perhaps in another process; in place, returns the same module.
 
     Args:
         model: the module that the plan was made for.
         plan: from `plan`, `frontier` or `Plan.load`.
-        compiler: what runs the planned steps, see `optimize`.
+        compiler: what runs the planned steps, see `optimize`; None is the one that the plan was made for.
 
     Raises:
-        PlacematError, UnsupportedFeature: there is no such compiler, or it cannot take this model.
+        PlacematError, UnsupportedFeature: there is no such compiler, or it cannot take this model or this plan.
         PlanMismatch: the module's parameters are not those that the plan is for. Whether the graph and the shapes are
             is seen at the first training call, which raises PlanMismatch too if they are not.
         UnsupportedFeature: the module is, or has in it, a wrapper for several devices or processes.
@@ -265,7 +268,7 @@ def apply(model: nn.Module, plan: Plan, *, compiler: str = "eager") -> nn.Module
             f"the plan is for a module with other parameters or buffers (digest {plan.module_digest[:12]}, this one "
             f"has {digest[:12]}). Remedy: build the model as it was when the plan was made, or plan() again."
         )
-    handle = Handle(model, None, check_compiler(compiler, plan.options.get("segments", 1)))
+    handle = Handle(model, None, compiler_for(compiler, plan.options))
     handle.add_plan(plan)
     _install(model, handle)
     return model
@@ -332,6 +335,7 @@ def _planner(
     time_limit_s: float = 60.0,
     gap: float = 0.01,
     progress: bool | Progress | None = None,
+    compiler: str = EAGER,
 ) -> Planner:
     _check_arguments(model, example_args, example_kwargs, loss_fn)
     _check_search(time_limit_s, gap, segments)
@@ -343,6 +347,7 @@ def _planner(
         reserved_bytes=parse_bytes(reserved_bytes, "reserved_bytes", minimum=0),
         accumulate_grad=accumulate_grad,
         segments=segments,
+        compiler=check_compiler(compiler, segments),
         constraints=parse_constraints(keep, recompute),
         keep_eager=parse_patterns("keep_eager", keep_eager),
         time_limit_s=time_limit_s,

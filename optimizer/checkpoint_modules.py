@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from placemat.compilers import EAGER, fuses
 from placemat.eager_step import EagerStep
 from placemat.graph.errors import BudgetTooSmall, UnsupportedFeature
 from placemat.module_choice import Choice, ModuleChoice
@@ -110,6 +111,11 @@ def choose_modules(plan: Plan, time_limit_s: float, gap: float) -> CheckpointMod
         raise UnsupportedFeature(
             f"the plan has segments={segments}, in which its own code hands out gradients; the modules to wrap are for "
             "eager, which hands each out as it comes. Remedy: plan without segments for them."
+        )
+    if fuses(plan.options.get("compiler", EAGER)):
+        raise UnsupportedFeature(
+            "the plan is for fused kernels, and the modules to wrap are for eager, whose results all take memory. "
+            "Remedy: plan without compiler= for them."
         )
     started = time.monotonic()
     step = EagerStep(plan.problem, plan.labels, plan.device, not plan.options.get("accumulate_grad", False))

@@ -24,6 +24,7 @@ from dataclasses import asdict
 from typing import Any
 
 from placemat import api
+from placemat.compilers import COMPILERS, EAGER
 from placemat.cost_models import CostModel, Roofline, device_spec
 from placemat.factory import Call, FactoryError, load_call
 from placemat.frontier import Frontier
@@ -93,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--reserved", metavar="SIZE", default="0", help="optimizer state, buffers, slack")
         command.add_argument("--accumulate-grad", action="store_true", help="gradients exist when a step starts")
         command.add_argument("--segments", type=int, default=1, metavar="K", help="parts that backward runs in")
+        command.add_argument("--compiler", choices=tuple(COMPILERS), default=EAGER, help="what the plan will be run by")
         command.add_argument("--keep", action="append", default=[], metavar="PATTERN")
         command.add_argument("--recompute", action="append", default=[], metavar="PATTERN")
         command.add_argument("--keep-eager", action="append", default=[], metavar="PATTERN")
@@ -172,6 +174,7 @@ def _planning(options: argparse.Namespace, call: Call) -> dict[str, Any]:
         "reserved_bytes": options.reserved,
         "accumulate_grad": options.accumulate_grad,
         "segments": options.segments,
+        "compiler": options.compiler,
         "keep": options.keep,
         "recompute": options.recompute,
         "keep_eager": options.keep_eager,

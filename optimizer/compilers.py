@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from placemat.backend import Function
 from placemat.codegen import boxed_function
@@ -18,6 +19,28 @@ COMPILERS: dict[str, Callable[[], Function]] = {
     EAGER: lambda: boxed_function,
     INDUCTOR: lambda: Inductor.present().function,
 }
+
+
+def fuses(compiler: str) -> bool:
+    """Whether a compiler fuses elementwise kernels, so that plans for it have other bytes and seconds."""
+    return compiler == INDUCTOR
+
+
+def compiler_for(name: object, options: Mapping[str, Any]) -> str:
+    """The compiler that a plan with these options is to be run by: the one that is asked for, else its own.
+
+    Raises:
+        PlacematError, UnsupportedFeature: see `check_compiler`; or the plan counts on fusion, and `name` has none.
+    """
+    planned = options.get("compiler", EAGER)
+    compiler = check_compiler(planned if name is None else name, options.get("segments", 1))
+    if fuses(planned) and not fuses(compiler):
+        raise UnsupportedFeature(
+            f"the plan was made for compiler={planned!r}, in whose fused kernels intermediate results take no memory; "
+            f"run by compiler={compiler!r} it needs more than it says. Remedy: apply it with compiler={planned!r}, "
+            f"or plan() with compiler={compiler!r}."
+        )
+    return compiler
 
 
 def check_compiler(name: object, segments: int) -> str:

@@ -13,12 +13,15 @@ from torch import nn
 
 from placemat.baselines import save_all
 from placemat.calls import check_trainable, describe_call, input_digest, module_digest, the_device
+from placemat.compilers import EAGER, fuses
 from placemat.constraints import Constraints
 from placemat.cost_models.base import CostModel, cost_graph
+from placemat.cost_models.fused import fused_costs
 from placemat.floor import FLOOR_SHARE, Floor
 from placemat.frontier import Frontier, check_points, problem_frontier
 from placemat.graph.capture import capture
 from placemat.graph.eager_modules import KeptModules
+from placemat.graph.fusion import fused
 from placemat.graph.joint import JointGraph
 from placemat.graph.loss import capture_loss
 from placemat.graph.loss_region import LossRegion
@@ -63,6 +66,7 @@ class Planner:
     reserved_bytes: int = 0
     accumulate_grad: bool = False
     segments: int = 1
+    compiler: str = EAGER
     constraints: Constraints = field(default_factory=Constraints)
     keep_eager: tuple[str, ...] = ()
     time_limit_s: float = 60.0
@@ -264,9 +268,12 @@ class Planner:
         lowering = constrained(lowering, self.constraints)
         self._say(f"costing {len(lowering.graph.ops)} ops")
         costs = cost_graph(self.cost_model, lowering.graph, self.progress)
+        if fuses(self.compiler):
+            costs, lowering = fused_costs(costs, lowering.graph), replace(lowering, graph=fused(lowering.graph))
         problem = Problem.from_op_graph(lowering.graph, costs, reserved_bytes=self.reserved_bytes)
         peak_bytes = simulate(problem, save_all(problem)).peak_bytes
-        bound_bytes = eager_bound(problem) if joint.unread_call is None else None
+        has_bound = joint.unread_call is None and not fuses(self.compiler)
+        bound_bytes = eager_bound(problem) if has_bound else None
         return Stages(lowering, costs, problem, loss, peak_bytes, bound_bytes, capture_seconds)
 
     def _budget(self, stages: Stages, floor: Floor) -> int:
@@ -286,6 +293,7 @@ class Planner:
             "tangents_held": stages.loss.tangents_held,
             "accumulate_grad": self.accumulate_grad,
             "segments": self.segments,
+            "compiler": self.compiler,
             "keep": self.constraints.keep,
             "recompute": self.constraints.recompute,
             "keep_eager": self.keep_eager,

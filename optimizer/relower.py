@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from placemat.compilers import EAGER, fuses
 from placemat.constraints import Constraints, constrain
 from placemat.cost_models.base import Costs
 from placemat.graph.errors import InvalidSchedule, PlanMismatch
 from placemat.graph.forced import why_not_even_if_asked
+from placemat.graph.fusion import fused
 from placemat.graph.ir import OpGraph
 from placemat.graph.joint import JointGraph
 from placemat.graph.loss_region import LossRegion
@@ -48,6 +50,8 @@ def relower(joint: JointGraph, plan: Plan) -> Lowering:
         segments=options.get("segments", 1),
     )
     lowering = constrained(lowering, Constraints(tuple(options["keep"]), tuple(options["recompute"])))
+    if fuses(options.get("compiler", EAGER)):
+        lowering = replace(lowering, graph=fused(lowering.graph))
     planned_ops = 1 + max(plan.schedule.computes, default=-1)
     if planned_ops != len(lowering.graph.ops):
         raise PlanMismatch(

@@ -12,6 +12,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 import placemat
 from placemat.graph import torch_inductor, torch_private
+from placemat.graph.static import static_bytes
+from tests.models import gpt2
 from tests.steps import STEPS, FreeOfWorkspace, Outcome, make_step, run_step
 from tests.test_optimize import measured_peak
 
@@ -99,6 +101,22 @@ def test_compiled_steps(name):
         peaks.append(measured_peak(model, args))
         model.zero_grad()
     assert peaks[1] <= 1.35 * peaks[0]  # not promised; with order and reuse left to Inductor, attention is at 1.4
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_plans_for_fused_kernels_are_compiled():
+    work = gpt2(layers=2, width=64, heads=2, sequence=64, batch=8)
+    model, args, kwargs, loss_fn = work
+    plan = placemat.plan(model, None, args, kwargs, budget_fraction=0.4, loss_fn=loss_fn, compiler="inductor")
+    assert plan.recompute_seconds > 0
+    placemat.apply(model, plan)
+    for parameter in model.parameters():
+        parameter.grad = None
+    report = placemat.verify(model, model, args, kwargs)
+    assert {row.status for row in report.rows} <= {"bitwise", "close"}
+    static = sum(static_bytes(model, args, kwargs).values())
+    assert static + report.optimized.peak_bytes <= 1.1 * plan.budget_bytes  # not promised; 1.02 was measured
 
 
 @needs_compiler
