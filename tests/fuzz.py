@@ -65,6 +65,7 @@ class _Run:
                 example_args=self._inputs(0),
                 budget_fraction=self.program.fraction,
                 recompute=self.program.recompute,
+                segments=self.program.segments,
                 loss_fn=loss_fn,
                 cost_model=present_roofline("cpu"),  # sooner than measuring the ops of a thousand models
                 time_limit_s=_TIME_LIMIT_S,

@@ -98,6 +98,7 @@ def random_program(choose: random.Random) -> Program | None:
         autocast=sketch.autocast,
         fraction=choose.choice((0.0, 0.0, 0.2, 0.5, 0.8, 1.0, round(choose.random(), 3))),
         recompute=choose.choice(((), (), ("aten.*",))),
+        segments=choose.choice((1, 1, 2, 4)),
     )
 
 

@@ -44,6 +44,7 @@ class Program:
         autocast: whether the training loop calls the model under `torch.autocast("cpu", torch.bfloat16)`.
         fraction: budget fraction.
         recompute: patterns of `recompute=`.
+        segments: parts in which the backward hands out gradients, at most.
     """
 
     attributes: tuple[str, ...]
@@ -55,6 +56,7 @@ class Program:
     autocast: bool
     fraction: float
     recompute: tuple[str, ...]
+    segments: int
 
     def without_line(self, index: int) -> Program:
         return replace(self, body=self.body[:index] + self.body[index + 1 :])._tidied()
@@ -98,7 +100,7 @@ class Program:
                 f"    return {loss or 'out'}",
                 "",
                 f"# loss {self.loss} ({', '.join(self.reached)}), budget_fraction={self.fraction}, "
-                f"recompute={list(self.recompute)}, autocast={self.autocast}",
+                f"recompute={list(self.recompute)}, segments={self.segments}, autocast={self.autocast}",
                 "",
             )
         )
