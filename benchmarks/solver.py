@@ -69,7 +69,7 @@ KNOWN = (
     Known("mobilenet_b512", 0.8, 0.370, 2),
     Known("mobilenet_b512", 0.5, 1.635, 2),
     Known("mobilenet_b512", 0.35, 3.029, 2),
-    Known("mobilenet_b512", 0.28, 4.46, 8, 60.0),
+    Known("mobilenet_b512", 0.28, 4.46, 12, 60.0),
     Known("layered_n100", 0.9, 0.789, 20, 60.0),
     Known("layered_n100", 0.8, 2.296, 20, 60.0),
 )

@@ -13,6 +13,7 @@ from torch import fx
 from placemat.graph import eager_ops
 from placemat.graph.joint import JointGraph
 from placemat.graph.order import ancestors
+from placemat.graph.storages import storage_key, tensors_of
 
 aten = torch.ops.aten
 
@@ -93,8 +94,30 @@ def _take_other_term(node: fx.Node, gone: set[fx.Node]) -> bool:
     result, term = node.meta["val"], other.meta["val"]
     if result.shape != term.shape or result.dtype != term.dtype:
         return False
+    views = [user for user in node.users if _shares_storage(user, result)]
     node.replace_all_uses_with(other)
+    for view in views:
+        _view_of(view, result, moved=result.stride() != term.stride())
     return True
+
+
+def _shares_storage(node: fx.Node, tensor: torch.Tensor) -> bool:
+    return any(t is not None and storage_key(t) == storage_key(tensor) for t in tensors_of(node))
+
+
+def _view_of(node: fx.Node, before: torch.Tensor, *, moved: bool) -> None:
+    """Let a view, and views of it, be of what its argument is now; `before` is what it was a view of.
+
+    Where the strides are others, autograd's `reshape`, which the trace took for a view, may have to copy.
+    """
+    views = [user for user in node.users if _shares_storage(user, before)]
+    if moved and node.target is aten.view.default:
+        node.target = aten.reshape.default
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    with before.fake_mode:  # type: ignore[attr-defined]
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    for view in views:
+        _view_of(view, before, moved=moved)
 
 
 def _zeros_like(graph: fx.Graph, source: fx.Node) -> fx.Node:

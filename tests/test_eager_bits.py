@@ -217,3 +217,32 @@ def test_tensors_of_one_element_are_compared_whatever_their_strides():
     one = torch.ones(4).as_strided((1,), (4,))
     assert same_bits(one, torch.ones(1))
     assert not same_bits(one, torch.zeros(1))
+
+
+class Shared(nn.Module):
+    """The gradient of what two outputs are made from is a sum of two terms, and the input's gradient is views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = _linear(16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        both = torch.cat([x, x], -1)
+        return both.sin(), self.layer(both)
+
+
+def test_views_of_a_gradient_of_which_a_term_is_absent():
+    model, x = Shared(), _numbers(2, 5, 8).requires_grad_()
+
+    def loss_fn(out: tuple[Tensor, Tensor]) -> Tensor:
+        return out[1].square().mean()
+
+    def step() -> list[Any]:
+        model.zero_grad()
+        x.grad = None
+        loss_fn(model(x)).backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    expected = step()
+    placemat.optimize(model, example_args=(x,), budget_fraction=0.0, loss_fn=loss_fn, time_limit_s=2)
+    assert all(same_bits(a, b) for a, b in zip(step(), expected, strict=True))
