@@ -111,9 +111,9 @@ def optimize_units(
     that are named. Each gets a plan, and they are chosen together: so that the step's peak, with what all units keep,
     what each of them runs with and what is beside them, stays within the budget at the least recomputation in all.
     What is beside the units (other layers, sharded and gathered parameters, gradients, buffers of FSDP or DDP, what
-    autograd holds between them) is not captured but measured: this function *runs* four training steps, two with each
-    unit at its smallest and two with the final plans, and checks the peak of the last one against the budget. Model,
-    gradients and random state are as before afterwards.
+    autograd holds between them) is not captured but measured: this function *runs* training steps, three with each unit
+    at its smallest plan and two with the final plans, whose peak has to be within the budget; if it is not, the choice
+    is made again for what was seen. Model, gradients and random state are as before afterwards.
 
     Parameters are gathered by FSDP's hooks around a unit, outside of what a plan runs, which never repeats it.
 

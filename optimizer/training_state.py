@@ -57,8 +57,9 @@ class TrainingState:
     """The state of some modules and of the random number generators at one moment.
 
     Holds the contents (copied to the host; of a DTensor this process's shard) of parameters, buffers and tensors that
-    are plain attributes; the objects in `.grad`; every other attribute by reference, train flags and counters included; the generators of torch (CPU and
-    CUDA), `random` and numpy. Contents of lists and other objects that a forward changes in place are not covered.
+    are plain attributes; the objects in `.grad`; every other attribute by reference, train flags and counters included;
+    the generators of torch (CPU and CUDA), `random` and numpy. Contents of lists and other objects that a forward
+    changes in place are not covered.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

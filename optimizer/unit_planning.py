@@ -26,6 +26,8 @@ from placemat.units import format_bytes
 
 # Part of the time limit that one question to the solver about one unit may take.
 _SHARE_OF_TIME = 0.1
+# What is beside the units is looked at again under each choice; one that turns out not to fit is made once more.
+_MOST_ROUNDS = 3
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn.Module]:
@@ -101,24 +103,41 @@ class UnitPlanning:
         of_unit = replace(self.planner, time_limit_s=_SHARE_OF_TIME * self.planner.time_limit_s, progress=None)
         curves: Curves = {}
         trials = [UnitTrial(path, m, of_unit, curves, self.trials.say_mark) for path, m in self.units.items()]
-        with shown(self.planner.progress):
-            with units_watched(trials):
-                self.planner.say("running trial steps")
-                self.trials.run()
-                step, ran = self._look(trials, curves)
+        with shown(self.planner.progress), units_watched(trials):
+            self.planner.say("running trial steps")
+            self.trials.run()
+            ran = [trial for trial in trials if trial.key is not None]
+            least = [curves[trial.key].least for trial in ran if trial.key is not None]
+            step, _ = self._look(ran, curves, least)
+            again, _ = self._look(ran, curves, least)
+            step = _most([step, again])
+            for _ in range(_MOST_ROUNDS):
                 plans = self._agreed(step, ran, curves)
                 for trial in ran:
                     trial.handle = trial.make_handle(plans.plans[trial.path])
                 self.planner.say("running a step with the plans")
-                plans = self._checked(plans)
-            return plans, ran
+                self.trials.run()
+                taken = [_point(plans.figures[trial.path]) for trial in ran]
+                seen, measured = self._look(ran, curves, taken)
+                step = _most([step, seen])
+                predicted, moment = step.peak(taken)
+                if predicted <= self.budget_bytes:
+                    outside = max(m.outside_bytes for m in step.moments)
+                    told = {"predicted_peak_bytes": predicted, "peak_place": moment.place, "outside_bytes": outside}
+                    return replace(plans, measured_peak_bytes=measured, **told), ran
+        raise UnsupportedFeature(
+            f"steps with the plans take up to {predicted} bytes ({format_bytes(predicted)}), more than the budget of "
+            f"{self.budget_bytes}, in {moment.place}, and after {_MOST_ROUNDS} choices still more than steps before: "
+            "what is beside the units changes from step to step. Remedy: "
+            f"reserved_bytes={predicted - self.budget_bytes} or more, for what comes and goes."
+        )
 
-    def _look(self, trials: Sequence[UnitTrial], curves: Curves) -> tuple[UnitStep, list[UnitTrial]]:
-        """The step as its units see it: on every rank the same, with the most that any of them has beside units."""
-        ran = [trial for trial in trials if trial.key is not None]
+    def _look(self, ran: Sequence[UnitTrial], curves: Curves, taken: Sequence[UnitPoint]) -> tuple[UnitStep, int]:
+        """Trace a step under schedules with these prices: what it has beside them, and its peak; on every rank the
+        same, with the most that any of them has."""
         intervals, start_bytes = self.trials.traced()
-        kept = {trial.path: curves[trial.key].least.kept_bytes for trial in ran if trial.key is not None}
-        calls, moments = read_moments(intervals, start_bytes, kept)
+        points = {trial.path: point for trial, point in zip(ran, taken, strict=True)}
+        calls, moments = read_moments(intervals, start_bytes, points)
         number = {trial.path: i for i, trial in enumerate(ran)}
         order = list(curves)
         step = UnitStep(
@@ -126,15 +145,16 @@ class UnitPlanning:
             tuple(order.index(trial.key) for trial in ran if trial.key is not None),
             tuple(moments),
         )
-        return self._most_of_ranks(step, [repr(key) for key in order]), ran
+        measured = start_bytes + max(interval.peak_bytes for interval in intervals)
+        return self._of_all_ranks(step, measured, [repr(key) for key in order])
 
-    def _most_of_ranks(self, step: UnitStep, keys: Sequence[str]) -> UnitStep:
+    def _of_all_ranks(self, step: UnitStep, measured: int, keys: Sequence[str]) -> tuple[UnitStep, int]:
         if self.ranks is None:
-            return step
-        said = self.ranks.all_say((step, keys))
+            return step, measured
+        said = self.ranks.all_say((step, measured, keys))
         shapes = {
             rank: (s.unit_of_call, s.curve_of_unit, [(m.holding, m.running) for m in s.moments], k)
-            for rank, (s, k) in said.items()
+            for rank, (s, _, k) in said.items()
         }
         first = self.ranks.ranks[0]
         if others := [rank for rank, shape in shapes.items() if shape != shapes[first]]:
@@ -142,11 +162,7 @@ class UnitPlanning:
                 f"the units of ranks {', '.join(map(str, others))} run in another order than those of rank {first}, or "
                 "have other graphs. Remedy: build the same model, and pass inputs of the same shapes, on every rank."
             )
-        steps = [s for s, _ in said.values()]
-        moments = tuple(
-            max(same, key=lambda moment: moment.outside_bytes) for same in zip(*(s.moments for s in steps), strict=True)
-        )
-        return replace(step, moments=moments)
+        return _most([s for s, _, _ in said.values()]), max(m for _, m, _ in said.values())
 
     def _agreed(self, step: UnitStep, ran: Sequence[UnitTrial], curves: Curves) -> UnitPlans:
         """The first rank's plans; of a process alone its own."""
@@ -219,22 +235,6 @@ class UnitPlanning:
             notes=notes,
         )
 
-    def _checked(self, plans: UnitPlans) -> UnitPlans:
-        """Run two steps with the plans, the first of which compiles, and look at the second's peak."""
-        self.trials.run()
-        intervals, start_bytes = self.trials.traced()
-        measured = start_bytes + max(interval.peak_bytes for interval in intervals)
-        if self.ranks is not None:
-            measured = max(self.ranks.all_say(measured).values())
-        if measured > self.budget_bytes:
-            raise UnsupportedFeature(
-                f"a step with the plans took {measured} bytes ({format_bytes(measured)}), more than the budget of "
-                f"{self.budget_bytes}; predicted were {plans.predicted_peak_bytes}: what is beside the units "
-                "changes from step to step, or their operators have workspaces that the cost model does not "
-                f"know. Remedy: reserved_bytes={measured - plans.predicted_peak_bytes} or more."
-            )
-        return replace(plans, measured_peak_bytes=measured)
-
     def _too_small(self, least_bytes: int, moment: Moment) -> BudgetTooSmall:
         return BudgetTooSmall(
             f"budget {self.budget_bytes} bytes ({format_bytes(self.budget_bytes)}) is too small for this step: the "
@@ -250,7 +250,28 @@ class UnitPlanning:
 
 
 def _figures(point: UnitPoint, seconds: float, num_calls: int) -> UnitFigures:
-    return UnitFigures(point.kept_bytes, point.backward_bytes, point.recompute_seconds, seconds, num_calls)
+    return UnitFigures(
+        point.kept_bytes, point.forward_bytes, point.backward_bytes, point.recompute_seconds, seconds, num_calls
+    )
+
+
+def _point(figures: UnitFigures) -> UnitPoint:
+    return UnitPoint(figures.kept_bytes, figures.forward_bytes, figures.backward_bytes, figures.recompute_seconds, None)
+
+
+def _most(steps: Sequence[UnitStep]) -> UnitStep:
+    """The same step with the most that was seen beside the units at each moment.
+
+    Raises:
+        UnsupportedFeature: the units of one ran in another order.
+    """
+    if len({(s.unit_of_call, tuple((m.holding, m.running) for m in s.moments)) for s in steps}) > 1:
+        raise UnsupportedFeature(
+            "the units run in another order from one step to the next. Remedy: inputs and a model whose forward "
+            "does the same every time."
+        )
+    same = zip(*(s.moments for s in steps), strict=True)
+    return replace(steps[0], moments=tuple(max(each, key=lambda moment: moment.outside_bytes) for each in same))
 
 
 def _as_text(plans: UnitPlans) -> tuple[UnitPlans, dict[str, str]]:

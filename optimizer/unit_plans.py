@@ -20,12 +20,13 @@ class UnitFigures:
 
     Attributes:
         kept_bytes: held from its forward to its backward.
-        backward_bytes: live at most while its backward runs.
+        forward_bytes, backward_bytes: live at most while either runs.
         recompute_seconds, forward_backward_seconds: of one call.
         num_calls: in one step.
     """
 
     kept_bytes: int
+    forward_bytes: int
     backward_bytes: int
     recompute_seconds: float
     forward_backward_seconds: float

@@ -27,7 +27,7 @@ from placemat.stages import Stages
 from placemat.step_trace import Interval, StepTrace
 from placemat.training_state import TrainingState, clone_inputs
 from placemat.unit_choice import Moment
-from placemat.unit_curve import UnitCurve
+from placemat.unit_curve import UnitCurve, UnitPoint
 from placemat.verify import differentiate
 
 Part = Literal["forward", "backward"]
@@ -215,12 +215,13 @@ def units_watched(trials: Sequence[UnitTrial]) -> Iterator[None]:
 
 
 def read_moments(
-    intervals: Sequence[Interval], start_bytes: int, kept_of_path: Mapping[str, int]
+    intervals: Sequence[Interval], start_bytes: int, points: Mapping[str, UnitPoint]
 ) -> tuple[tuple[str, ...], list[Moment]]:
     """What a traced step says of its calls, in order, and of the memory beside what the units keep and run with.
 
     Args:
-        intervals: of the step, under schedules that keep `kept_of_path` bytes by unit.
+        intervals: of the step.
+        points: what each unit keeps and runs with in it.
         start_bytes: what is there when the step begins.
 
     Returns:
@@ -253,22 +254,25 @@ def read_moments(
                     alive.append(number[call])
                 else:
                     alive.remove(number[call])
-        kept = sum(kept_of_path[_path(calls[c])] for c in alive)
-        level = interval.peak_bytes if running is None else interval.start_bytes
-        moments.append(
-            Moment(
-                _place(interval.mark, running, calls),
-                start_bytes + level - kept,
-                tuple(c for c in alive if running is None or c != running[0]),
-                running,
-            )
-        )
+        holding = tuple(c for c in alive if running is None or c != running[0])
+        held = sum(points[_path(calls[c])].kept_bytes for c in holding)
+        beside = interval.peak_bytes - held
+        if running is not None:
+            beside = _beside(interval, held, running[0] in alive, points[_path(calls[running[0]])])
+        moments.append(Moment(_place(interval.mark, running, calls), start_bytes + beside, holding, running))
     if not calls:
         raise UnsupportedFeature(
             "no unit ran with gradients in a trial step. Remedy: name units that the forward calls, with parameters "
             "or inputs that require a gradient."
         )
     return tuple(_path(call) for call in calls), moments
+
+
+def _beside(interval: Interval, held_bytes: int, is_backward: bool, point: UnitPoint) -> int:
+    """Bytes that are neither kept by other units nor the running one's: when it begins, and at its peak."""
+    own = point.backward_bytes if is_backward else point.forward_bytes
+    at_start = interval.start_bytes - (point.kept_bytes if is_backward else 0)
+    return max(at_start, interval.peak_bytes - own) - held_bytes
 
 
 def _place(mark: str, running: tuple[int, Part] | None, calls: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import ProfilerActivity, profile
 
 import placemat
 from placemat.graph.static import static_bytes
 from placemat.installed import handle_of
+from placemat.replay import may_be_dropped, replay
 from placemat.training_state import rng_states
 from placemat.unit_choice import Moment, UnitSearch, UnitStep
 from placemat.unit_curve import UnitCurve
@@ -89,17 +92,13 @@ def test_the_whole_step_stays_in_one_budget_to_the_byte() -> None:
     for block in model.blocks:
         placemat.restore(block)
 
-    with pytest.raises(placemat.BudgetTooSmall) as caught:
-        optimize(model, 1000, args)
-    least_bytes = caught.value.minimum_budget_bytes
-    assert not any(handle_of(block) for block in model.blocks)
-    budget = (least_bytes + ample.keep_everything_bytes) // 2
+    budget = ample.keep_everything_bytes - ample.figures["blocks.0"].kept_bytes
     plans = optimize(model, budget, args)
     assert 0 < plans.recompute_seconds
     assert plans.is_optimal
     assert plans.predicted_peak_bytes <= budget
-    assert plans.predicted_peak_bytes == plans.measured_peak_bytes == peak_of(model, args)
     assert run_step(model, args).same_as(run_step(eager, args))
+    assert plans.predicted_peak_bytes == plans.measured_peak_bytes == peak_of(model, args)
     assert all(handle_of(block)._backend.runs > 0 for block in model.blocks)
     text = str(plans)
     assert "for the whole step" in text
@@ -111,6 +110,7 @@ def test_the_least_that_is_told_is_enough() -> None:
     with pytest.raises(placemat.BudgetTooSmall) as caught:
         optimize(model, 1000, args)
     assert "not the units'" in str(caught.value)
+    assert not any(handle_of(block) for block in model.blocks)
     plans = optimize(model, caught.value.minimum_budget_bytes, args)
     assert peak_of(model, args) <= caught.value.minimum_budget_bytes == plans.budget_bytes
 
@@ -126,19 +126,6 @@ def test_units_are_named_and_not_planned_twice() -> None:
         optimize(model, "1 GiB", args)
 
 
-class Nested(nn.Module):
-    """Holds a unit's module in a second place, so that a unit calls another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Block(32, 64)
-        self.outer = nn.Sequential(nn.Linear(32, 32))
-        self.outer.append(self.inner)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.outer(x)).mean()
-
-
 def test_a_model_that_runs_no_unit_is_refused() -> None:
     model, args = make(2)
     model.requires_grad_(False)
@@ -147,13 +134,10 @@ def test_a_model_that_runs_no_unit_is_refused() -> None:
         optimize(model, "1 GiB", args)
 
 
-def curve_of(budget_share: float) -> tuple[UnitCurve, list[Any]]:
+def curve_of() -> tuple[UnitCurve, list[Any]]:
     """The curve of a small block, and what every set of kept values costs in it."""
     torch.manual_seed(0)
     block, x = Block(8, 16), torch.randn(12, 8, requires_grad=True)
-    from placemat.baselines import save_all
-    from placemat.replay import may_be_dropped, replay
-
     planner = placemat.api.make_planner(block, (x,), {}, budget_fraction=0.5, **OPTIONS)
     stages = planner.stages(block, block.forward, (x,), {})
     curve = UnitCurve(stages, 10.0, 0.0)
@@ -161,7 +145,6 @@ def curve_of(budget_share: float) -> tuple[UnitCurve, list[Any]]:
     droppable = [
         v for v, value in enumerate(problem.values) if value.producer < problem.border and may_be_dropped(problem, v)
     ]
-    assert save_all(problem)
     schedules = (
         replay(problem, set(kept), problem.border)
         for size in range(len(droppable) + 1)
@@ -172,8 +155,8 @@ def curve_of(budget_share: float) -> tuple[UnitCurve, list[Any]]:
 
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_the_choice_is_the_best_of_all_and_its_bound_holds(share: float) -> None:
-    """Three equal units in a chain, against every pair of kept sets for the first two and the third."""
-    curve, priced = curve_of(share)
+    """Three equal units in a chain, against every set of kept values in each."""
+    curve, priced = curve_of()
     best: list[Any] = []
     for point in sorted(priced, key=lambda p: (p.recompute_seconds, p.kept_bytes)):
         if not any(b.kept_bytes <= point.kept_bytes and b.backward_bytes <= point.backward_bytes for b in best):
@@ -183,9 +166,7 @@ def test_the_choice_is_the_best_of_all_and_its_bound_holds(share: float) -> None
     step = UnitStep((0, 1, 2), (0, 0, 0), tuple(moments))
     peaks = [step.peak([point] * 3)[0] for point in (curve.least, curve.everything)]
     budget = min(peaks) + int(share * (max(peaks) - min(peaks)))
-    reference = min(
-        step.seconds(taken) for taken in itertools.product(best, repeat=3) if step.peak(taken)[0] <= budget
-    )
+    reference = min(step.seconds(taken) for taken in itertools.product(best, repeat=3) if step.peak(taken)[0] <= budget)
     choice = UnitSearch(step, [curve], 30.0, 0.0, lambda line: None).best(budget)
     assert choice is not None
     assert choice.peak_bytes <= budget
@@ -219,41 +200,33 @@ def sharded(**options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-class Gathers:
-    """Counts gatherings of parameters."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.original = dist.all_gather_into_tensor
-
-    def __enter__(self) -> Gathers:
-        def gather(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return self.original(*args, **kwargs)
-
-        dist.all_gather_into_tensor = gather
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        dist.all_gather_into_tensor = self.original
+def gathers(step: Callable[[], object]) -> int:
+    """How often parameters are gathered while `step` runs."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step()
+    return sum(event.count for event in profiler.key_averages() if event.key == "fsdp::all_gather_copy_in")
 
 
 def fsdp_units_job(rank: int, low_precision: bool) -> None:
     generator = torch.Generator().manual_seed(100 + rank)
     data = [(torch.randn(256, 64, generator=generator),) for _ in range(2)]
     options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)} if low_precision else {}
+    # Products of 16-bit numbers have workspaces on the CPU, which are measured.
+    planning = {**OPTIONS, "cost_model": None if low_precision else FreeOfWorkspace()}
+    # A thread of gloo's frees the buffers of a collective sooner or later: room for two of a block.
+    planning["reserved_bytes"] = 2 * 4 * sum(p.numel() for p in Block(64, 128).parameters())
     eager, planned = sharded(**options), sharded(**options)
 
     least: list[int] = []
     try:
-        placemat.distributed.optimize_units(planned, 1000, data[0], **OPTIONS)
+        placemat.distributed.optimize_units(planned, 1000, data[0], **planning)
     except placemat.BudgetTooSmall as error:
         least.append(error.minimum_budget_bytes)
-    everything = placemat.distributed.optimize_units(planned, "1 GiB", data[0], **OPTIONS).keep_everything_bytes
+    everything = placemat.distributed.optimize_units(planned, "1 GiB", data[0], **planning).keep_everything_bytes
     for block in planned.blocks:
         placemat.restore(block)
     budget = least[0] + (everything - least[0]) // 3
-    plans = placemat.distributed.optimize_units(planned, budget, data[0], **OPTIONS)
+    plans = placemat.distributed.optimize_units(planned, budget, data[0], **planning)
     assert list(plans.plans) == ["blocks.0", "blocks.1", "blocks.2"]
     assert plans.recompute_seconds > 0
     assert plans.measured_peak_bytes <= plans.predicted_peak_bytes <= budget
@@ -261,14 +234,12 @@ def fsdp_units_job(rank: int, low_precision: bool) -> None:
     dist.all_gather_object(digests, [plan.digest for plan in plans.plans.values()])
     assert digests[0] == digests[1]
 
-    with Gathers() as of_eager:
-        reference = train(eager, eager, data)
-    with Gathers() as of_planned:
-        ours = train(planned, planned, data)
-    assert same(ours, reference)
-    assert of_planned.count == of_eager.count > 0
+    reference = train(eager, eager, data)
+    assert same(train(planned, planned, data), reference)
     for block in planned.blocks:
         assert handle_of(block)._backend.runs == len(data)
+    of_eager = gathers(lambda: eager(*data[0]).backward())
+    assert gathers(lambda: planned(*data[0]).backward()) == of_eager > 0
 
     planned.zero_grad()
     step = placemat.measure(lambda: planned(*data[0]).backward())
