@@ -138,7 +138,7 @@ def optimize_units(
         BudgetTooSmall: with the least peak that was found, and where in the step it is.
         CaptureError, UnsupportedFeature: a unit cannot be captured; a unit runs inside another, or none does; a step
             with the plans took more than the budget.
-        ConstraintError: `units` matches no module.
+        ConstraintError: `units` matches no module, or modules inside each other.
         RanksDisagree: ranks have other units, or one does not answer.
         PlacematError: there are no units, one of them is optimized, or a profiler is running.
     """

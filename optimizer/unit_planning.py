@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import permutations
 from typing import Any
 
 from torch import nn
@@ -34,7 +35,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn
     """Path -> module of the units: the outermost modules that match, or the innermost that `fully_shard` was called on.
 
     Raises:
-        ConstraintError: a pattern matches no module.
+        ConstraintError: a pattern matches no module, or modules inside each other.
         PlacematError: there are no patterns, and no module but the model itself is sharded; or a unit is optimized.
     """
     named = {path: module for path, module in model.named_modules() if path}
@@ -59,6 +60,9 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None) -> dict[str, nn
                     f"among others: {', '.join(list(named)[:8]) or 'none'}."
                 )
         units = {path: m for path, m in matching.items() if not any(path.startswith(f"{o}.") for o in matching)}
+    for (outer, module), (inner, other) in permutations(units.items(), 2):
+        if other is not module and any(m is other for m in module.modules()):
+            raise ConstraintError(f"the unit {inner} is inside the unit {outer}. Remedy: name the outer one alone.")
     for path, module in units.items():
         if handle_of(module) is not None:
             raise PlacematError(f"{path} is optimized already. Remedy: placemat.restore() on it first.")

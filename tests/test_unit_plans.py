@@ -44,7 +44,7 @@ class Block(nn.Module):
 class Watched(nn.Module):
     """Blocks between which Python looks at data, so that the whole is no single graph; the last block is another."""
 
-    def __init__(self, depth: int = 3, width: int = 32) -> None:
+    def __init__(self, depth: int = 2, width: int = 32) -> None:
         super().__init__()
         self.stem = nn.Linear(width, width)
         self.blocks = nn.ModuleList(Block(width, (2 if i + 1 < depth else 3) * width) for i in range(depth))
@@ -60,9 +60,9 @@ class Watched(nn.Module):
         return self.head(self.norm(x)).pow(2).mean()
 
 
-def make(depth: int = 3) -> tuple[Watched, tuple[Tensor]]:
+def make() -> tuple[Watched, tuple[Tensor]]:
     torch.manual_seed(0)
-    return Watched(depth), (torch.randn(64, 32),)
+    return Watched(), (torch.randn(64, 32),)
 
 
 def optimize(model: nn.Module, budget: int | str, args: tuple[Any, ...], **options: Any) -> UnitPlans:
@@ -106,7 +106,7 @@ def test_the_whole_step_stays_in_one_budget_to_the_byte() -> None:
 
 
 def test_the_least_that_is_told_is_enough() -> None:
-    model, args = make(2)
+    model, args = make()
     with pytest.raises(placemat.BudgetTooSmall) as caught:
         optimize(model, 1000, args)
     assert "not the units'" in str(caught.value)
@@ -116,7 +116,7 @@ def test_the_least_that_is_told_is_enough() -> None:
 
 
 def test_units_are_named_and_not_planned_twice() -> None:
-    model, args = make(2)
+    model, args = make()
     with pytest.raises(placemat.PlacematError, match="no module inside of the model was sharded"):
         placemat.distributed.optimize_units(model, "1 GiB", args, **OPTIONS)
     with pytest.raises(placemat.ConstraintError, match=r"units='layers.\*' matches no module"):
@@ -126,8 +126,40 @@ def test_units_are_named_and_not_planned_twice() -> None:
         optimize(model, "1 GiB", args)
 
 
+class Twice(nn.Module):
+    """Calls one block twice, and has it in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(32, 32)
+        self.block = Block(32, 64)
+        self.rest = nn.Sequential(nn.Linear(32, 32), self.block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.block(self.stem(x))
+        if float(x.detach().sum()) == 0.0:
+            raise RuntimeError("nothing there")
+        return self.rest(x).pow(2).mean()
+
+
+def test_a_unit_that_is_called_twice_keeps_twice_and_accumulates() -> None:
+    torch.manual_seed(0)
+    model, args = Twice(), (torch.randn(64, 32),)
+    with pytest.raises(placemat.ConstraintError, match=r"the unit block is inside the unit rest"):
+        placemat.distributed.optimize_units(model, "1 GiB", args, units=["rest", "block"], **OPTIONS)
+    eager = copy.deepcopy(model)
+    planning = {**OPTIONS, "units": ["block"], "accumulate_grad": True}
+    with pytest.raises(placemat.BudgetTooSmall) as caught:
+        placemat.distributed.optimize_units(model, 1000, args, **planning)
+    plans = placemat.distributed.optimize_units(model, caught.value.minimum_budget_bytes, args, **planning)
+    assert plans.figures["block"].num_calls == 2
+    assert plans.recompute_seconds == 2 * plans.figures["block"].recompute_seconds > 0
+    assert plans.measured_peak_bytes <= plans.predicted_peak_bytes <= plans.budget_bytes
+    assert run_step(model, args).same_as(run_step(eager, args))
+
+
 def test_a_model_that_runs_no_unit_is_refused() -> None:
-    model, args = make(2)
+    model, args = make()
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     with pytest.raises(placemat.UnsupportedFeature, match="no unit ran with gradients"):
