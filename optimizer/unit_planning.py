@@ -112,23 +112,29 @@ class UnitPlanning:
             self.trials.run()
             ran = [trial for trial in trials if trial.key is not None]
             least = [curves[trial.key].least for trial in ran if trial.key is not None]
-            step, _ = self._look(ran, curves, least)
-            again, _ = self._look(ran, curves, least)
-            step = _most([step, again])
-            for _ in range(_MOST_ROUNDS):
-                plans = self._agreed(step, ran, curves)
-                for trial in ran:
-                    trial.handle = trial.make_handle(plans.plans[trial.path])
-                self.planner.say("running a step with the plans")
-                self.trials.run()
-                taken = [_point(plans.figures[trial.path]) for trial in ran]
-                seen, measured = self._look(ran, curves, taken)
-                step = _most([step, seen])
-                predicted, moment = step.peak(taken)
-                if predicted <= self.budget_bytes:
-                    outside = max(m.outside_bytes for m in step.moments)
-                    told = {"predicted_peak_bytes": predicted, "peak_place": moment.place, "outside_bytes": outside}
-                    return replace(plans, measured_peak_bytes=measured, **told), ran
+            twice = [self._look(ran, curves, least)[0] for _ in range(2)]
+            return self._fitting(_most(twice), ran, curves), ran
+
+    def _fitting(self, step: UnitStep, ran: Sequence[UnitTrial], curves: Curves) -> UnitPlans:
+        """Choose, run steps with the choice, and choose again for what was seen, until it fits."""
+        for _ in range(_MOST_ROUNDS):
+            plans = self._agreed(step, ran, curves)
+            for trial in ran:
+                trial.handle = trial.make_handle(plans.plans[trial.path])
+            self.planner.say("running steps with the plans")
+            self.trials.run()
+            taken = [_point(plans.figures[trial.path]) for trial in ran]
+            seen, measured = self._look(ran, curves, taken)
+            step = _most([step, seen])
+            predicted, moment = step.peak(taken)
+            if predicted <= self.budget_bytes:
+                return replace(
+                    plans,
+                    predicted_peak_bytes=predicted,
+                    peak_place=moment.place,
+                    measured_peak_bytes=measured,
+                    outside_bytes=max(m.outside_bytes for m in step.moments),
+                )
         raise UnsupportedFeature(
             f"steps with the plans take up to {predicted} bytes ({format_bytes(predicted)}), more than the budget of "
             f"{self.budget_bytes}, in {moment.place}, and after {_MOST_ROUNDS} choices still more than steps before: "
@@ -221,7 +227,8 @@ class UnitPlanning:
         family: str,
     ) -> UnitPlans:
         quiet = [path for path in self.units if path not in plans]
-        notes = tuple(f"{path} ran without gradients, and is left as it is" for path in quiet)
+        notes = [f"{path} ran without gradients, and is left as it is" for path in quiet]
+        notes += dict.fromkeys(note for plan in plans.values() for note in plan.notes)
         return UnitPlans(
             plans=plans,
             figures=figures,
@@ -236,7 +243,7 @@ class UnitPlanning:
             is_optimal=choice.is_optimal,
             family=family,
             solve_seconds=choice.solve_seconds,
-            notes=notes,
+            notes=tuple(notes),
         )
 
     def _too_small(self, least_bytes: int, moment: Moment) -> BudgetTooSmall:

@@ -20,7 +20,7 @@ from placemat.calls import is_trainable, the_device
 from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.static import static_bytes
 from placemat.handle import Handle
-from placemat.installed import ATTRIBUTE
+from placemat.installed import ATTRIBUTE, forward_under
 from placemat.pipeline import Identity, Planner
 from placemat.plan import Plan
 from placemat.stages import Stages
@@ -78,11 +78,7 @@ class UnitTrial:
             backend.on_node = None
 
     def _original(self) -> Callable[..., Any]:
-        if self.replaced is not None:
-            replaced: Callable[..., Any] = self.replaced
-            return replaced
-        forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return forward
+        return forward_under(self.module, self.replaced)
 
     def _learn(self, args: Any, kwargs: Any) -> None:
         """Capture the call; if no unit before had the same, cost it."""
