@@ -126,7 +126,8 @@ def optimize_units(
         group, timeout_s: if there is a process group, all of its ranks make this call; the first one plans, for the
             most that any rank has beside its units. `timeout_s` is how long they wait for each other.
         loss_fn: from the model's output to the loss, when it is outside of the model.
-        reserved_bytes: what exists beside the step, such as optimizer state (on CUDA only what does not exist yet).
+        reserved_bytes: what exists beside the step: optimizer state, DDP's buckets (`ddp_bucket_bytes`). On CUDA, whose
+            allocator counts, only what does not exist when this function is called.
         cost_model, accumulate_grad, time_limit_s, gap, progress: as for `placemat.optimize`; `time_limit_s` is for the
             choice, after the trial steps.
 
