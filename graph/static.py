@@ -26,18 +26,24 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 def static_bytes(model: nn.Module, args: Any, kwargs: Any, *, accumulate_grad: bool = False) -> Mapping[str, int]:
     """Category -> bytes of distinct storages, as their allocator rounds them.
 
-    Parameters, buffers, inputs, and gradients that exist already.
+    Parameters, buffers, inputs, and gradients that exist already; of what is sharded over processes the own shard.
     """
     seen: set[int] = set()
-    parameters = list(model.parameters())
+    parameters = [local_part(p) for p in model.parameters()]
     trained = [p for p in parameters if p.requires_grad] if accumulate_grad else []
     existing = sum(allocated_bytes(p.numel() * p.element_size(), p.device.type) for p in trained)
     return {
         "parameters": _storage_bytes(parameters, seen),
-        "buffers": _storage_bytes(model.buffers(), seen),
+        "buffers": _storage_bytes(map(local_part, model.buffers()), seen),
         "inputs": _storage_bytes(tensors_in((args, kwargs)), seen),
         "existing gradients": existing,
     }
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor: its shard of a DTensor, and the tensor itself of any other."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
 
 
 def graph_static_bytes(

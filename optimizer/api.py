@@ -99,7 +99,7 @@ def optimize(
         UnsupportedFeature, SolverFailed: see their messages.
         PlacematError: the budget or `segments` is no size, or there is no such compiler.
     """
-    planner = _planner(
+    planner = make_planner(
         model,
         example_args,
         example_kwargs,
@@ -122,7 +122,7 @@ def optimize(
     if example_args is not None or example_kwargs is not None:
         args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
         handle.remember(planner.plan(model, original_forward(model), args, kwargs, handle.kept, known={}), args, kwargs)
-    _install(model, handle)
+    install(model, handle)
     return model
 
 
@@ -193,7 +193,7 @@ def plan(
             "arguments of one "
             "training call; fake or meta tensors do."
         )
-    planner = _planner(model, example_args, example_kwargs, budget_bytes=budget_bytes, **options)
+    planner = make_planner(model, example_args, example_kwargs, budget_bytes=budget_bytes, **options)
     args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
     kept = KeptModules.find(model, planner.keep_eager)
     return planner.plan(model, original_forward(model), args, kwargs, kept, known={})
@@ -208,7 +208,7 @@ def minimum_budget(
     """Smallest budget, in bytes, for which `optimize` finds a plan for this call. Options and errors as for `plan`."""
     if example_args is None and example_kwargs is None:
         raise PlacematError("minimum_budget() needs example inputs. Remedy: pass the arguments of one training call.")
-    planner = _planner(model, example_args, example_kwargs, budget_fraction=0.0, **options)
+    planner = make_planner(model, example_args, example_kwargs, budget_fraction=0.0, **options)
     args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
     return planner.minimum_budget(model, original_forward(model), args, kwargs)
 
@@ -239,7 +239,7 @@ def frontier(
         raise PlacematError("frontier() needs example inputs. Remedy: pass the arguments of one training call.")
     if given := {"budget_bytes", "budget_fraction"}.intersection(options):
         raise PlacematError(f"frontier() is about all budgets and takes no {given.pop()}.")
-    planner = _planner(model, example_args, example_kwargs, budget_fraction=0.0, **options)
+    planner = make_planner(model, example_args, example_kwargs, budget_fraction=0.0, **options)
     args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
     return planner.frontier(model, original_forward(model), args, kwargs, points)
 
@@ -270,7 +270,7 @@ def apply(model: nn.Module, plan: Plan, *, compiler: str | None = None) -> nn.Mo
         )
     handle = Handle(model, None, compiler_for(compiler, plan.options))
     handle.add_plan(plan)
-    _install(model, handle)
+    install(model, handle)
     return model
 
 
@@ -299,7 +299,8 @@ def original_forward(model: nn.Module) -> Callable[..., Any]:
     return handle.original if handle is not None else model.forward
 
 
-def _install(model: nn.Module, handle: Handle) -> None:
+def install(model: nn.Module, handle: Handle) -> None:
+    """Let a handle stand in for the module's forward."""
     present = unwrapped_handle_of(model)
     if present is not None:  # optimized again: the new plan replaces the old one
         handle.replaced = present.replaced
@@ -317,7 +318,7 @@ def _uninstall(model: nn.Module, handle: Handle) -> None:
         model.forward = handle.replaced
 
 
-def _planner(
+def make_planner(
     model: nn.Module,
     example_args: Sequence[Any] | None,
     example_kwargs: Mapping[str, Any] | None,

@@ -48,6 +48,8 @@ class Backend:
 
     `refuse_shared` is `KeptModules.refuse_shared` of the module, and must not hold it either.
 
+    `on_node`, if it is set, is called with the autograd node of each forward that ran, for who traces a step.
+
     `runs` counts forwards of emitted code, so that the handle notices a call that did not go through it;
     `compilations` counts graphs that were emitted.
     """
@@ -63,6 +65,7 @@ class Backend:
         self.before_backward = before_backward
         self.refuse_shared = refuse_shared
         self.compiler = compiler
+        self.on_node: Callable[[Any], None] | None = None
         self.shared_casts = SharedCasts()
         self.tied_weights = TiedWeights()
         self.runs = 0
@@ -113,7 +116,9 @@ class Backend:
             checks.append(lambda grads: self.tied_weights.check(emitted["tied"]))
             if emitted["shares"] is not None and (cache := present_region(emitted["shares"])) is not None:
                 checks.append(lambda grads: self.shared_casts.check(cache))
-            guard_backward(outputs, emitted["region"], checks)
+            node = guard_backward(outputs, emitted["region"], checks)
+            if self.on_node is not None and node is not None:
+                self.on_node(node)
             guard_views(outputs, emitted["split"])
             return outputs
 
@@ -128,8 +133,8 @@ class Backend:
         return counted
 
 
-def guard_backward(outputs: Any, region: Any, checks: Sequence[Callable[[Any], None]]) -> None:
-    """Prepare the autograd node of a forward that just ran.
+def guard_backward(outputs: Any, region: Any, checks: Sequence[Callable[[Any], None]]) -> Any:
+    """Prepare the autograd node of a forward that just ran, and return it; None if there is none.
 
     Gradients that the loss does not send stay None instead of zeros; a backward that is itself recorded for a second
     derivative is refused, because PyTorch would return wrong values for some inputs without a word. `checks` are called
@@ -137,12 +142,13 @@ def guard_backward(outputs: Any, region: Any, checks: Sequence[Callable[[Any], N
     """
     node = torch_private.backward_node(outputs, region)
     if node is None:
-        return
+        return None
     node.set_materialize_grads(False)
     node.register_prehook(_refuse_double_backward)
     node.register_prehook(_plain)
     for check in checks:
         node.register_prehook(check)
+    return node
 
 
 class _AutocastGuard:

@@ -7,22 +7,30 @@ alone. The functions here do, and have to be called on every rank of the group.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from placemat import api
 from placemat.calls import call_difference, describe_call, module_digest
 from placemat.constraints import parse_patterns
+from placemat.cost_models.custom import CostModelLike
 from placemat.graph.allocator import GRANULARITY_BYTES, allocated_bytes
 from placemat.graph.capture import capture
 from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import PlacematError, RanksDisagree
 from placemat.parallel_wrappers import refuse_parallel
 from placemat.plan import Plan
+from placemat.progress import Progress
 from placemat.ranks import Ranks, attempt, conversation
+from placemat.unit_planning import UnitPlanning, find_units, parse_units
+from placemat.unit_plans import UnitPlans
+from placemat.unit_trial import TrialSteps
+from placemat.units import parse_bytes
 
 _MIB = 1 << 20
 
@@ -78,6 +86,91 @@ def plan(
             )
         assert isinstance(shared, Plan), "a rank without a plan has complained"
         return shared
+
+
+def optimize_units(
+    model: nn.Module,
+    budget_bytes: int | str,
+    example_args: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    *,
+    units: Iterable[str] | None = None,
+    group: Any = None,
+    timeout_s: float = 600.0,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    cost_model: CostModelLike | None = None,
+    reserved_bytes: int | str = 0,
+    accumulate_grad: bool = False,
+    time_limit_s: float = 60.0,
+    gap: float = 0.01,
+    progress: bool | Progress | None = None,
+) -> UnitPlans:
+    """Plan the units of a model under one budget for its whole step, in place: for models that are not one graph.
+
+    Units are modules that the forward calls one after the other: those that `fully_shard` (FSDP2) was called on, or any
+    that are named. Each gets a plan, and they are chosen together: so that the step's peak, with what all units keep,
+    what each of them runs with and what is beside them, stays within the budget at the least recomputation in all.
+    What is beside the units (other layers, sharded and gathered parameters, gradients, buffers of FSDP or DDP, what
+    autograd holds between them) is not captured but measured: this function *runs* training steps, three with each unit
+    at its smallest plan and two with the final plans, whose peak has to be within the budget; if it is not, the choice
+    is made again for what was seen. Model, gradients and random state are as before afterwards.
+
+    Parameters are gathered by FSDP's hooks around a unit, outside of what a plan runs, which never repeats it.
+
+    Args:
+        model: as it is trained: sharded, or wrapped in DistributedDataParallel, before.
+        budget_bytes: for the whole step; an int, or text such as "8 GiB".
+        example_args, example_kwargs: one training call, which is run.
+        units: paths of modules, * is a wildcard; of those inside another that matches, the outer one counts. None: the
+            innermost modules that `fully_shard` was called on.
+        group, timeout_s: if there is a process group, all of its ranks make this call; the first one plans, for the
+            most that any rank has beside its units. `timeout_s` is how long they wait for each other.
+        loss_fn: from the model's output to the loss, when it is outside of the model.
+        reserved_bytes: what exists beside the step: optimizer state, DDP's buckets (`ddp_bucket_bytes`). On CUDA, whose
+            allocator counts, only what does not exist when this function is called.
+        cost_model, accumulate_grad, time_limit_s, gap, progress: as for `placemat.optimize`; `time_limit_s` is for the
+            choice, after the trial steps.
+
+    Returns:
+        The plans, and what is predicted, measured and proven of the step; `print` it. `placemat.restore` on a unit
+        takes its plan away.
+
+    Raises:
+        BudgetTooSmall: with the least peak that was found, and where in the step it is.
+        CaptureError, UnsupportedFeature: a unit cannot be captured; a unit runs inside another, or none does; a step
+            with the plans took more than the budget.
+        ConstraintError: `units` matches no module, or modules inside each other.
+        RanksDisagree: ranks have other units, or one does not answer.
+        PlacematError: there are no units, one of them is optimized, or a profiler is running.
+    """
+    if not isinstance(model, nn.Module):
+        raise PlacematError(f"expected a torch.nn.Module, got {type(model).__name__}.")
+    if example_args is None and example_kwargs is None:
+        raise PlacematError("optimize_units() needs example inputs. Remedy: pass the arguments of one training call.")
+    args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
+    found = find_units(model, parse_units(units))
+    planner = api.make_planner(
+        next(iter(found.values())),
+        args,
+        kwargs,
+        budget_bytes=budget_bytes,
+        cost_model=cost_model,
+        accumulate_grad=accumulate_grad,
+        time_limit_s=time_limit_s,
+        gap=gap,
+        progress=progress,
+    )
+    assert planner.budget_bytes is not None
+    reserved = parse_bytes(reserved_bytes, "reserved_bytes", minimum=0)
+    trials = TrialSteps(model, args, kwargs, loss_fn, accumulate_grad, reserved)
+    has_group = dist.is_available() and dist.is_initialized()
+    with conversation(group, timeout_s) if has_group else nullcontext() as ranks:
+        plans, planned = UnitPlanning(found, planner, trials, planner.budget_bytes, ranks).run()
+    for trial in planned:
+        handle = trial.make_handle(plans.plans[trial.path])
+        handle.add_plan(plans.plans[trial.path])
+        api.install(trial.module, handle)
+    return plans
 
 
 def agree(plan: Plan, *, group: Any = None, timeout_s: float = 60.0) -> str:

@@ -124,24 +124,35 @@ def _measure_cpu(step: Callable[[], object]) -> Measurement:
         start_s = time.perf_counter()
         step()
         seconds = time.perf_counter() - start_s
-    peak_bytes, end_bytes = _replay(_cpu_allocations(profiler))
+    peak_bytes, end_bytes = _replay((event.address, event.num_bytes) for event in allocation_events(profiler))
     return Measurement(peak_bytes, seconds, end_bytes, start_bytes=None, device="cpu")
 
 
-def _cpu_allocations(profiler: profile) -> list[tuple[int, int]]:
-    """(address, bytes) of the allocator's CPU events in time order; bytes are negative where a block was freed."""
+@dataclass(frozen=True)
+class AllocationEvent:
+    """A block that the CPU allocator gave out, or took back (negative bytes); or a mark, which is text."""
+
+    address: int
+    num_bytes: int
+    mark: str | None = None
+
+
+def allocation_events(profiler: profile, mark_prefix: str | None = None) -> list[AllocationEvent]:
+    """The CPU allocator's events in time order, and the ranges of `record_function` whose names begin so as marks."""
     assert profiler.profiler is not None
     assert profiler.profiler.kineto_results is not None
-    events: list[tuple[int, int, int]] = []
+    events: list[tuple[int, AllocationEvent]] = []
     stack: list[Any] = list(profiler.profiler.kineto_results.experimental_event_tree())
     while stack:
         event = stack.pop()
         stack.extend(event.children)
         if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
             fields = event.extra_fields
-            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-    events.sort(key=lambda event: event[0])
-    return [(address, num_bytes) for _, address, num_bytes in events]
+            events.append((event.start_time_ns, AllocationEvent(fields.ptr, fields.alloc_size)))
+        elif mark_prefix is not None and event.name.startswith(mark_prefix):
+            events.append((event.start_time_ns, AllocationEvent(0, 0, event.name.removeprefix(mark_prefix))))
+    events.sort(key=lambda timed: timed[0])
+    return [event for _, event in events]
 
 
 def _replay(allocations: Iterable[tuple[int, int]]) -> tuple[int, int]:

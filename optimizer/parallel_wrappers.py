@@ -32,7 +32,7 @@ def refuse_parallel(model: nn.Module, *, is_called: bool) -> None:
         if (reason := _wrapper(path, module)) is not None:
             raise UnsupportedFeature(reason)
     sharded = next((name for name, p in model.named_parameters() if is_distributed_tensor(p)), None)
-    is_unit = isinstance(model, _loaded("torch.distributed.fsdp", "FSDPModule"))
+    is_unit = is_unit_of_fsdp(model)
     if sharded is not None and is_unit and is_called:
         raise UnsupportedFeature(
             f"parameter {sharded} is sharded by fully_shard() outside of a forward, so the call cannot be captured. "
@@ -49,6 +49,11 @@ def refuse_parallel(model: nn.Module, *, is_called: bool) -> None:
 
 def is_distributed_tensor(tensor: Any) -> bool:
     return isinstance(tensor, _loaded("torch.distributed.tensor", "DTensor"))
+
+
+def is_unit_of_fsdp(module: nn.Module) -> bool:
+    """Whether `fully_shard` was called on a module."""
+    return isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule"))
 
 
 def _wrapper(path: str, module: nn.Module) -> str | None:
@@ -68,11 +73,11 @@ def _wrapper(path: str, module: nn.Module) -> str | None:
         )
     if isinstance(module, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
         return f"{where}. {FSDP1}"
-    if path and isinstance(module, _loaded("torch.distributed.fsdp", "FSDPModule")):
+    if path and is_unit_of_fsdp(module):
         return (
             f"{path} is sharded by fully_shard() on its own: its parameters are gathered and freed inside of the "
-            "forward that would be one graph. Remedy: optimize each module that fully_shard() is called on, with a "
-            "budget of its own, instead of the module around them."
+            "forward that would be one graph. Remedy: placemat.distributed.optimize_units(model, budget), with one "
+            "budget for all of them; or optimize each module that fully_shard() is called on."
         )
     if torch_private.is_flat_fsdp(module):
         return f"{where} inside of a FullyShardedDataParallel. {FSDP1}"

@@ -123,18 +123,18 @@ class Planner:
                 reserved_bytes=self.reserved_bytes,
                 constraints=self.constraints,
             )
-        self._say(f"solving for {format_bytes(budget_bytes)}")
+        self.say(f"solving for {format_bytes(budget_bytes)}")
         result = solve(
             stages.problem,
             budget_bytes,
             time_limit_s=0.0 if floor.interrupted else self.time_limit_s,
             gap=self.gap,
             warm_start=floor.schedule,
-            progress=self._say,
+            progress=self.say,
         )
         notes = stages.costs.notes
         if floor.interrupted or result.limit == "interrupt":
-            self._say("interrupted: going on with the best plan so far")
+            self.say("interrupted: going on with the best plan so far")
             notes += ("the search was interrupted: this is the best plan that it had found by then.",)
         floor = lowered_floor(stages.problem, floor, result.schedule)
         return self._built(stages, result, budget_bytes, floor, identity, notes)
@@ -160,7 +160,7 @@ class Planner:
                 time_limit_s=0.0 if floor.interrupted else self.time_limit_s - (time.monotonic() - started),
                 gap=self.gap,
                 floor=floor,
-                progress=self._say,
+                progress=self.say,
             )
             for point in curve:
                 floor = lowered_floor(stages.problem, floor, point.schedule)
@@ -198,6 +198,12 @@ class Planner:
             notes=notes,
         )
 
+    def given(self, stages: Stages, answer: SolvedProblem, identity: Identity) -> Plan:
+        """A plan with a schedule that was chosen elsewhere, for the budget that it needs; planned code runs it."""
+        budget_bytes = simulate(stages.problem, answer.schedule).peak_bytes
+        plan = self._built(stages, answer, budget_bytes, self.floor(stages), identity, stages.costs.notes)
+        return replace(plan, runs_original=False)
+
     def minimum_budget(
         self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> int:
@@ -215,7 +221,7 @@ class Planner:
 
     def floor(self, stages: Stages) -> Floor:
         """Least peak of a plan for these stages. Found once per process and problem."""
-        return known_floor(stages.problem, time_limit_s=self.time_limit_s, progress=self._say)
+        return known_floor(stages.problem, time_limit_s=self.time_limit_s, progress=self.say)
 
     def _capture(
         self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, kept: KeptModules
@@ -223,7 +229,7 @@ class Planner:
         refuse_parallel(model, is_called=True)
         the_device(model, args, kwargs)
         check_trainable(model, args, kwargs)
-        self._say("capturing the model")
+        self.say("capturing the model")
         started = time.perf_counter()
         joint = capture(forward, args, kwargs, kept)
         return joint, time.perf_counter() - started
@@ -241,7 +247,7 @@ class Planner:
         started = time.perf_counter()
         loss = LossRegion(frozenset(range(len(joint.tangents))))
         if self.loss_fn is not None:
-            self._say("capturing the loss")
+            self.say("capturing the loss")
             loss = capture_loss(joint, forward, self.loss_fn, args, kwargs, kept)
         capture_seconds += time.perf_counter() - started
         device = the_device(model, args, kwargs).type
@@ -266,7 +272,7 @@ class Planner:
             segments=self.segments,
         )
         lowering = constrained(lowering, self.constraints)
-        self._say(f"costing {len(lowering.graph.ops)} ops")
+        self.say(f"costing {len(lowering.graph.ops)} ops")
         costs = cost_graph(self.cost_model, lowering.graph, self.progress)
         if fuses(self.compiler):
             costs, lowering = fused_costs(costs, lowering.graph), replace(lowering, graph=fused(lowering.graph))
@@ -305,7 +311,8 @@ class Planner:
         if isinstance(self.progress, Bar):
             self.progress.search_begins(limit_s)
 
-    def _say(self, what: str) -> None:
+    def say(self, what: str) -> None:
+        """Tell who waits, and the log."""
         log.info("%s", what)
         if self.progress is not None:
             self.progress(what)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from placemat.graph.static import local_part
 from placemat.installed import ATTRIBUTE
 
 # Attributes that placemat itself sets on a module: a plan made during a first call stays.
@@ -55,9 +56,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 class TrainingState:
     """The state of some modules and of the random number generators at one moment.
 
-    Holds the contents (copied to the host) of parameters, buffers and tensors that are plain attributes; the objects
-    in `.grad`; every other attribute by reference, train flags and counters included; the generators of torch (CPU and
-    CUDA), `random` and numpy. Contents of lists and other objects that a forward changes in place are not covered.
+    Holds the contents (copied to the host; of a DTensor this process's shard) of parameters, buffers and tensors that
+    are plain attributes; the objects in `.grad`; every other attribute by reference, train flags and counters included;
+    the generators of torch (CPU and CUDA), `random` and numpy. Contents of lists and other objects that a forward
+    changes in place are not covered.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -65,7 +67,7 @@ class TrainingState:
         self._attributes = [dict(m.__dict__) for m in self._modules]
         self._buffers = [dict(m._buffers) for m in self._modules]
         tensors = {id(t): t for m in self._modules for t in _own_tensors(m)}
-        self._contents = [(t, t.detach().cpu().clone()) for t in tensors.values()]
+        self._contents = [(t, _content(t)) for t in tensors.values()]
         self._grads = [(t, t.grad) for t in tensors.values() if t.is_leaf]
         self.rng = rng_states()
 
@@ -80,8 +82,8 @@ class TrainingState:
             module._buffers.update(buffers)
         with torch.no_grad():
             for tensor, content in self._contents:
-                if not same_bits(tensor, content):
-                    tensor.copy_(content)
+                if not same_bits(local_part(tensor), content):
+                    local_part(tensor).copy_(content)
         for tensor, grad in self._grads:
             tensor.grad = grad
         set_rng_states(self.rng)
@@ -90,6 +92,10 @@ class TrainingState:
         """Every `.grad` to None, without touching the gradients that were put aside."""
         for tensor, _ in self._grads:
             tensor.grad = None
+
+
+def _content(tensor: Tensor) -> Tensor:
+    return local_part(tensor.detach()).cpu().clone()
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -122,7 +122,7 @@ class _Runner:
 
         def step() -> None:
             made["output"] = module(*args, **kwargs)
-            made["loss"] = _backward(made["output"], self.loss_fn)
+            made["loss"] = differentiate(made["output"], self.loss_fn)
 
         with torch.enable_grad(), original_forwards(module) if reference else nullcontext():
             if measured:
@@ -160,7 +160,7 @@ def _device_of(module: nn.Module, args: object) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _backward(output: object, loss_fn: Callable[[Any], Tensor] | None) -> Tensor | None:
+def differentiate(output: object, loss_fn: Callable[[Any], Tensor] | None) -> Tensor | None:
     """Differentiate the loss, which is returned, or the outputs with fixed tangents, when there is none."""
     loss = _loss(output, loss_fn)
     if loss is not None:

@@ -26,10 +26,10 @@ LEAST_FREE_BYTES = 12 << 30  # while wheels are unpacked, they and what is in th
 CORE = [
     f"tests/test_{name}.py"
     for name in (
-        "autocast batch_norm calls capture checkpointing checkpoint_modules cost_models_measured "
+        "autocast batch_norm calls capture checkpointing checkpoint_modules compile_backend cost_models_measured "
         "cost_models_workspaces "
-        "custom_ops eager_bits emit emit_phases fuzz keep_eager kernel_strides lower measure models optimize plan "
-        "refusals supported verify"
+        "custom_ops distributed eager_bits emit emit_phases fuzz keep_eager kernel_strides lower measure models "
+        "optimize plan refusals segments supported unit_plans verify"
     ).split()
 ]
 TOOLS = ("pytest", "pytest-xdist", "hypothesis", "transformers")
