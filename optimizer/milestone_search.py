@@ -13,6 +13,7 @@ import time
 from placemat.baselines import save_all
 from placemat.incumbent import Incumbent
 from placemat.milestones import Milestones
+from placemat.phases import WIDER_STEPS
 from placemat.refinement import TIE_SCALE, cost_unit_s, worst_apart
 from placemat.schedule import Schedule, canonical
 from placemat.shave import shaved
@@ -74,6 +75,10 @@ class MilestoneSearch:
             return None
         model = Milestones(self.problem, self.incumbent.budget_bytes, tuple(sorted(self.at)))
         self.incumbent.tell(f"{len(self.at)} milestones: {model.linear.describe()}")
+        if self.problem.num_steps > WIDER_STEPS and len(self.at) <= FIRST:
+            # Of a large model a limit may leave no bound but this one.
+            self._raise_bound(model.linear.start(model.costs, time_limit_s=left_s, gap=0.0, relaxed=True)().bound)
+            left_s = max(0.0, deadline - time.monotonic())
         answer = model.linear.start(model.costs, time_limit_s=SHARE_OF_SOLVE * left_s, gap=GAP_SHARE * self.gap)()
         self._raise_bound(answer.bound)
         self.limit = answer.limit

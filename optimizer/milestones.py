@@ -53,6 +53,8 @@ class Milestones:
         at: the steps t_1 < ... < t_K.
         held: (v,p) -> column of h.
         again: (o,p) -> column of X.
+        still: (v,p) -> column of r, see `add_burst`.
+        bursts: (o,p) that have such a row.
     """
 
     problem: Problem
@@ -61,6 +63,8 @@ class Milestones:
     linear: LinearModel = field(default_factory=lambda: LinearModel("milestones"))
     held: dict[Key, int] = field(default_factory=dict)
     again: dict[Key, int] = field(default_factory=dict)
+    still: dict[Key, int] = field(default_factory=dict)
+    bursts: set[Key] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._add_columns()
@@ -96,13 +100,11 @@ class Milestones:
             op = problem.ops[t]
             op_last[t] = self.part(t)
             if op.recomputable:
-                loose = [last[v] for v in op.outputs if not problem.values[v].pinned]
-                op_last[t] = max([self.part(t), *loose])
-            for v in op.inputs:
-                last[v] = max(last[v], self.part(t))
-            if op.recomputable:
+                op_last[t] = max([op_last[t], *(last[v] for v in op.outputs if not problem.values[v].pinned)])
                 for v in op.recompute_inputs:
                     last[v] = max(last[v], op_last[t])
+            for v in op.inputs:
+                last[v] = max(last[v], self.part(t))
         return last, op_last
 
     def _made(self, v: int, p: int) -> list[tuple[int, float]]:
@@ -147,6 +149,69 @@ class Milestones:
             terms = [(self.held[v, p], problem.values[v].bytes / unit_bytes) for v in by_part[p]]
             terms = [term for term in terms if term[1]]
             self.linear.add_row(f"memory[t={t}]", terms, upper=room_bytes / unit_bytes)
+
+    def add_burst(self, k: int, p: int) -> None:
+        """If k is recomputed in part p, let it fit beside what t_(p+1) finds when it starts and is not made after k.
+
+          sum of m_v r[v] <= M - own(k)  if X[k,p] = 1,    r[v] >= h[v,p+1],  or - X[o(v),p] if o(v) > k
+
+        That recomputations wait for t_(p+1) and go in index order is a choice: no bound holds any more.
+        """
+        if (k, p) in self.bursts:
+            return
+        self.bursts.add((k, p))
+        problem, linear, unit_bytes = self.problem, self.linear, max(self.limit_bytes, 1) / BYTE_SCALE
+        op = problem.ops[k]
+        beside = [v for v, value in enumerate(problem.values) if value.producer < self.at[p] and v not in op.outputs]
+        own_bytes = (
+            problem.static_bytes + op.recompute_workspace_bytes + sum(problem.values[v].bytes for v in op.outputs)
+        )
+        terms = []
+        for v in beside:
+            value, column = problem.values[v], self.held.get((v, p + 1))
+            if value.pinned or v in op.recompute_inputs:
+                own_bytes += value.bytes
+            elif column is not None and value.bytes:
+                if value.producer > k and (value.producer, p) in self.again:
+                    column = self._still(v, p)
+                terms.append((column, value.bytes / unit_bytes))
+        room = (self.limit_bytes - own_bytes) / unit_bytes
+        excess = sum(a for _, a in terms) - room
+        if excess > 0:
+            linear.add_row(f"burst[op={k},p={p}]", [*terms, (self.again[k, p], excess)], upper=room + excess)
+
+    def _still(self, v: int, p: int) -> int:
+        """A column that is 1 if h[v,p+1] is and v is not made again in part p."""
+        if (v, p) not in self.still:
+            self.still[v, p] = column = self.linear.add_column(f"r[v={v},p={p}]", is_integer=True)
+            terms = [(column, 1.0), (self.held[v, p + 1], -1.0), (self.again[self.problem.values[v].producer, p], 1.0)]
+            self.linear.add_row(f"still[v={v},p={p}]", terms, lower=0.0)
+        return self.still[v, p]
+
+    def solution(self, computes: Sequence[int]) -> np.ndarray:
+        """What a schedule with these runs says of the columns."""
+        starts, started = {}, 0
+        for position, o in enumerate(computes):
+            if o == started:
+                starts[o], started = position, started + 1
+        values = np.zeros(len(self.linear.column_names))
+        p, wanted = len(self.at), set[int]()
+        for position in range(len(computes) - 1, -1, -1):
+            o = computes[position]
+            op, is_first = self.problem.ops[o], starts[o] == position
+            wanted.difference_update(op.outputs)
+            wanted.update(op.inputs if is_first else op.recompute_inputs)
+            if not is_first and (o, p) in self.again:
+                values[self.again[o, p]] = 1.0
+            if is_first and p and self.at[p - 1] == o:
+                for v in wanted:
+                    if (v, p) in self.held:
+                        values[self.held[v, p]] = 1.0
+                p -= 1
+        for (v, q), column in self.still.items():
+            made = values[self.again[self.problem.values[v].producer, q]]
+            values[column] = values[self.held[v, q + 1]] * (1.0 - made)
+        return values
 
     def computes(self, solution: np.ndarray) -> list[int]:
         """Runs that hold at each milestone what a solution holds, and make what is missing as late as that allows."""

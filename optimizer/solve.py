@@ -12,6 +12,7 @@ from placemat.baselines import save_all
 from placemat.floor import Floor, budget_too_small, minimum_budget, static_lower_bound
 from placemat.graph.errors import PlacematError, SolverFailed
 from placemat.incumbent import Incumbent
+from placemat.milestone_descent import MilestoneDescent
 from placemat.milestone_search import MilestoneSearch
 from placemat.phases import WIDER_STEPS, Phases, PhasesArgument, ladder
 from placemat.problem import Problem
@@ -171,7 +172,14 @@ class _Rungs:
         self.searches.append(search)
         search.run()
         self.limit = search.limit
-        return search.is_closed() or search.lower_seconds == math.inf or problem.num_steps > WIDER_STEPS
+        if search.is_closed() or search.lower_seconds == math.inf:
+            return True
+        if problem.num_steps <= WIDER_STEPS:
+            return False
+        if self.incumbent.schedule is not None:
+            MilestoneDescent(self.incumbent).run(lambda: search.is_closed() or self.incumbent.seconds_left() <= 0)
+            self.limit = "time" if self.incumbent.seconds_left() <= 0 else search.limit
+        return True
 
     def _search_first(self, large: FamilySearch, is_tight: bool) -> FamilySearch:
         """The first family; under a tight budget first with large groups of ops and then, if need be, small ones."""
@@ -218,7 +226,9 @@ class _Rungs:
         closed = [s for s in valid if s.is_closed()]
         if closed:
             return closed[-1]
-        return max(valid, key=lambda s: s.lower_seconds) if valid else self.searches[-1]
+        return (
+            max(valid, key=lambda s: (s.lower_seconds, isinstance(s, MilestoneSearch))) if valid else self.searches[-1]
+        )
 
 
 def _no_plan(problem: Problem, budget_bytes: int, floor: Floor, time_limit_s: float) -> PlacematError:

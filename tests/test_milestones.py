@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from benchmarks.layered import layered
 from placemat.baselines import save_all
+from placemat.incumbent import Incumbent
+from placemat.milestone_descent import MilestoneDescent
 from placemat.milestones import Milestones
 from placemat.problem import Problem
 from placemat.refinement import TIE_SCALE, cost_unit_s
 from placemat.schedule import canonical
+from placemat.shave import shaved
 from placemat.simulate import Simulation, simulate
 from placemat.solve import solve
 from tests.instances import random_problem
@@ -57,3 +61,32 @@ def test_milestones_prove_a_layered_graph() -> None:
     assert result.status == "optimal"
     assert result.family == "all schedules"
     assert round(100 * result.objective_seconds / problem.runtime_s, 3) == 2.738
+
+
+def descended(problem: Problem, budget_bytes: int, neighborhoods: int) -> Incumbent:
+    incumbent = Incumbent(problem, budget_bytes, math.inf)
+    incumbent.offer(shaved(problem, save_all(problem), budget_bytes))
+    asked = iter(range(neighborhoods))
+    MilestoneDescent(incumbent).run(lambda: next(asked, None) is None)
+    return incumbent
+
+
+def test_the_descent_finds_better_plans_and_always_the_same() -> None:
+    problem = layered(120, 3)
+    budget_bytes = int(0.75 * simulate(problem, save_all(problem)).peak_bytes)
+    shave_s = descended(problem, budget_bytes, 0).seconds
+    first, second = (descended(problem, budget_bytes, 25) for _ in range(2))
+    assert first.seconds < shave_s
+    assert first.schedule == second.schedule
+
+
+def test_a_schedule_solves_the_model_at_its_own_peak() -> None:
+    problem = random_problem(4, 12)
+    simulation = simulate(problem, schedule := shaved(problem, save_all(problem), 0))
+    model = Milestones(problem, simulation.peak_bytes, (3, 6, 9))
+    solution = model.solution(schedule.computes)
+    linear = model.linear
+    starts = [*linear.row_starts, len(linear.row_columns)]
+    for r, (begin, end) in enumerate(pairwise(starts)):
+        activity = np.dot(linear.coefficients[begin:end], solution[linear.row_columns[begin:end]])
+        assert linear.row_lower[r] - 1e-9 <= activity <= linear.row_upper[r] + 1e-6, linear.row_names[r]
