@@ -86,7 +86,7 @@ class Refinement:
     def tighten(self, built: RefinedModel, schedule: Schedule, simulation: Simulation, solution: np.ndarray) -> None:
         """Cut off a solution whose decoded schedule needs more than the limit."""
         events = zip(recompute_events(schedule), running_bytes(schedule, simulation), strict=True)
-        over = _worst_apart(events, self.limit_bytes, self.problem.num_steps)
+        over = worst_apart(events, self.limit_bytes, self.problem.num_steps)
         if self.problem.num_steps > WHOLE_GRID_STEPS:
             over = over[:EVENTS_PER_ROUND]
         assert over, f"nothing above {self.limit_bytes} to cut off"
@@ -177,12 +177,12 @@ def first_grid(problem: Problem, phases: Phases, schedule: Schedule | None, limi
     if schedule is not None:
         running = running_bytes(schedule, simulate(problem, schedule))
         events = zip(recompute_events(schedule), running, strict=True)
-        full = _worst_apart(events, int(NEAR_LIMIT * limit_bytes), num_steps)
+        full = worst_apart(events, int(NEAR_LIMIT * limit_bytes), num_steps)
         grid.update(t for t, _ in full[:MOST_FULL_STEPS])
     return grid
 
 
-def _worst_apart(events: Iterable[tuple[Event, int]], limit_bytes: int, num_steps: int) -> list[Event]:
+def worst_apart(events: Iterable[tuple[Event, int]], limit_bytes: int, num_steps: int) -> list[Event]:
     """The worst events above a limit, the worst ones first, each further than EVENTS_APART from all before it."""
     over = sorted(((num_bytes, event) for event, num_bytes in events if num_bytes > limit_bytes), key=_worst_first)
     worst: list[Event] = []

@@ -74,6 +74,11 @@ class FamilySearch:
         self.crossover = Crossover()
         self.look_at_incumbent()
 
+    @property
+    def family(self) -> str:
+        """The schedules for which the bound holds, in words."""
+        return self.contraction.family(self.phases)
+
     def is_closed(self) -> bool:
         """Objective and bound agree within the gap; the tie-break alone may hold them apart by its own size."""
         best_s = self.incumbent.seconds

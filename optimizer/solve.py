@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from placemat.baselines import save_all
 from placemat.floor import Floor, budget_too_small, minimum_budget, static_lower_bound
 from placemat.graph.errors import PlacematError, SolverFailed
 from placemat.incumbent import Incumbent
-from placemat.phases import Phases, PhasesArgument, ladder
+from placemat.milestone_descent import MilestoneDescent
+from placemat.milestone_search import MilestoneSearch
+from placemat.phases import WIDER_STEPS, Phases, PhasesArgument, ladder
 from placemat.problem import Problem
 from placemat.schedule import Schedule
 from placemat.search import FamilySearch
@@ -91,7 +94,7 @@ def solve(
     everything = save_all(problem)
     incumbent.offer(everything)
     # No schedule of any family recomputes less than what must be.
-    rungs = _Rungs(families, incumbent, gap, simulate(problem, everything).recompute_seconds)
+    rungs = _Rungs(families, incumbent, gap, simulate(problem, everything).recompute_seconds, is_free=phases is None)
     try:
         rungs.climb(free_starts(problem, budget_bytes, phases, warm_start))
     except KeyboardInterrupt:
@@ -115,13 +118,17 @@ class _Rungs:
     """The searches of one family after the other, each starting from the plan of those before.
 
     Attributes:
+        is_free: no family was asked for.
         searches: those that were begun.
         limit: what stopped the last one, if anything did.
     """
 
-    def __init__(self, families: Sequence[Phases], incumbent: Incumbent, gap: float, lower_seconds: float) -> None:
+    def __init__(
+        self, families: Sequence[Phases], incumbent: Incumbent, gap: float, lower_seconds: float, *, is_free: bool
+    ) -> None:
         self.families, self.incumbent, self.gap, self.lower_seconds = families, incumbent, gap, lower_seconds
-        self.searches: list[FamilySearch] = []
+        self.searches: list[FamilySearch | MilestoneSearch] = []
+        self.is_free = is_free
         self.limit: str | None = None
 
     def climb(self, starts: Sequence[Schedule]) -> None:
@@ -131,7 +138,7 @@ class _Rungs:
         if search.is_closed():
             return
         is_tight = self._offer_starts(search, starts) > TIGHT_SHARE * self.incumbent.budget_bytes
-        if self.incumbent.budget_bytes < static_lower_bound(self.incumbent.problem):
+        if self.incumbent.budget_bytes < static_lower_bound(self.incumbent.problem) or self._look_everywhere():
             return
         search = self._search_first(search, is_tight)
         share = CLIMBING_SHARE if search.is_closed() else 1.0
@@ -155,6 +162,25 @@ class _Rungs:
                 search.run()
         self.limit = search.limit
 
+    def _look_everywhere(self) -> bool:
+        """Search all schedules where no family was asked for and no border says where to cut; True if families are
+        of no more use."""
+        problem = self.incumbent.problem
+        if not self.is_free or problem.border is not None:
+            return False
+        search = MilestoneSearch(self.incumbent, self.gap, self.lower_seconds)
+        self.searches.append(search)
+        search.run()
+        self.limit = search.limit
+        if search.is_closed() or search.lower_seconds == math.inf:
+            return True
+        if problem.num_steps <= WIDER_STEPS:
+            return False
+        if self.incumbent.schedule is not None:
+            MilestoneDescent(self.incumbent).run(lambda: search.is_closed() or self.incumbent.seconds_left() <= 0)
+            self.limit = "time" if self.incumbent.seconds_left() <= 0 else search.limit
+        return True
+
     def _search_first(self, large: FamilySearch, is_tight: bool) -> FamilySearch:
         """The first family; under a tight budget first with large groups of ops and then, if need be, small ones."""
         searches = [large]
@@ -164,7 +190,7 @@ class _Rungs:
             if small.contraction.groups != large.contraction.groups:
                 large.deadline = time.monotonic() + LARGE_GROUPS_SHARE * self.incumbent.seconds_left()
                 searches.append(small)
-        self.searches.clear()
+        self.searches.pop(0)
         for search in searches:
             self.searches.append(search)
             if search.has_one_cut:
@@ -189,18 +215,20 @@ class _Rungs:
         saving_s = self.incumbent.seconds - search.lower_seconds
         return not search.is_closed() and saving_s > WORTH_CLIMBING * self.incumbent.problem.runtime_s
 
-    def _holds(self, search: FamilySearch) -> bool:
+    def _holds(self, search: FamilySearch | MilestoneSearch) -> bool:
         """Whether the best plan is none that a search's family lacks and that beats all of it."""
         return search.lower_seconds <= self.incumbent.seconds + search.resolution_s
 
-    def told(self) -> FamilySearch:
+    def told(self) -> FamilySearch | MilestoneSearch:
         """The search whose bound is told: of those that hold for the best plan the widest one that is closed, or the
         one that is nearest to it. A plan that was handed in may beat every family."""
         valid = [s for s in self.searches if self._holds(s)]
         closed = [s for s in valid if s.is_closed()]
         if closed:
             return closed[-1]
-        return max(valid, key=lambda s: s.lower_seconds) if valid else self.searches[-1]
+        return (
+            max(valid, key=lambda s: (s.lower_seconds, isinstance(s, MilestoneSearch))) if valid else self.searches[-1]
+        )
 
 
 def _no_plan(problem: Problem, budget_bytes: int, floor: Floor, time_limit_s: float) -> PlacematError:
@@ -229,7 +257,7 @@ def _result(rungs: _Rungs, solve_seconds: float) -> SolveResult:
         objective_seconds=objective,
         lower_bound_seconds=lower,
         gap=(objective - lower) / objective if objective else 0.0,
-        family=search.contraction.family(search.phases),
+        family=search.family,
         solve_seconds=solve_seconds,
         simulation=simulation,
     )
