@@ -28,9 +28,10 @@ LARGE_GROUPS_SHARE = 0.75
 # A wider family is searched if by its relaxation it may save more than this share of the step's seconds.
 WORTH_CLIMBING = 0.005
 # Part of the time left for all wider families together, so that a small step does not take longer than a large one.
-# One that finds a better plan gets the rest of it, for a bound that holds for that plan.
+# One that finds a better plan gets a larger part of what is left then, for a bound that holds for that plan.
 # Who wants more from one names it: solve(..., phases=8).
 CLIMBING_SHARE = 0.05
+IMPROVED_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class _Rungs:
             before_s = self.incumbent.seconds
             search.run()
             if self.incumbent.seconds < before_s and not search.is_closed():  # the bounds before hold for it no more
-                search.deadline = self.incumbent.deadline
+                search.deadline = time.monotonic() + IMPROVED_SHARE * self.incumbent.seconds_left()
                 search.run()
         self.limit = search.limit
 

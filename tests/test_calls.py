@@ -71,7 +71,7 @@ def test_state_that_changed_the_forward_is_named_when_arguments_did_not():
 
 def test_autocast_of_a_refused_call_is_named():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    placemat.apply(model, placemat.plan(model, None, (X,), budget_fraction=0.0))
+    placemat.apply(model, placemat.plan(model, None, (X,), budget_fraction=0.0, time_limit_s=5))
     with (
         torch.autocast("cpu", dtype=torch.bfloat16),
         pytest.raises(
@@ -130,7 +130,7 @@ def test_one_backward_through_two_calls_tells_of_the_weights_that_are_used_twice
 
 def test_one_backward_through_two_calls_of_a_module_without_tied_weights_is_not_told_of():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
-    placemat.optimize(model, example_args=(X,), budget_fraction=0.0)
+    placemat.optimize(model, example_args=(X,), budget_fraction=0.0, time_limit_s=5)
     with warnings.catch_warnings():
         warnings.simplefilter("error", placemat.RoundingDiffers)
         (model(X) + model(2 * X)).sum().backward()

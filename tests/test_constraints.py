@@ -278,14 +278,16 @@ class Sines(nn.Module):
 def test_an_operator_that_is_not_known_to_be_pure_is_recomputed_if_it_is_named() -> None:
     model, args = nn.Sequential(nn.Linear(16, 16), _Apply(shifted_sine), nn.Linear(16, 1)), (torch.randn(64, 16),)
     expected = run_step(model, args, loss_fn=torch.sum)
-    plan = placemat.plan(model, None, args, budget_fraction=1.0, recompute=["placemat_tests::shifted_sine"])
+    plan = placemat.plan(
+        model, None, args, budget_fraction=1.0, recompute=["placemat_tests::shifted_sine"], time_limit_s=5
+    )
     (sine,) = [d for d in plan.decisions if "shifted_sine" in d.target]
     assert sine.recomputed == 1
     assert not sine.kept
     placemat.apply(model, plan)
     assert run_step(model, args, loss_fn=torch.sum).same_as(expected)
     with pytest.raises(ConstraintError, match="not known to be pure"):  # a module pattern declares nothing
-        placemat.plan(placemat.restore(model), None, args, budget_fraction=1.0, recompute=["1"])
+        placemat.plan(placemat.restore(model), None, args, budget_fraction=1.0, recompute=["1"], time_limit_s=5)
 
 
 class _Apply(nn.Module):

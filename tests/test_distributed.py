@@ -284,7 +284,9 @@ def test_bucket_bytes_are_what_ddp_allocates_and_the_step_fits_beside_them(optio
     assert bucket_bytes <= holds.end_bytes <= bucket_bytes + 512
 
     data = batches(3)
-    plan = placemat.plan(planned, None, data[0], budget_fraction=0.1, reserved_bytes=bucket_bytes, progress=False)
+    plan = placemat.plan(
+        planned, None, data[0], budget_fraction=0.1, reserved_bytes=bucket_bytes, progress=False, time_limit_s=5
+    )
     wrapped = DistributedDataParallel(placemat.apply(planned, plan), **options)
     for args in data[:2]:  # buckets are made anew in the second step
         wrapped(*args).backward()

@@ -81,6 +81,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return run_script(train_gpt2, *TINY_GPT2, "--steps=12", f"--save-plan={path}"), path
 
 
+@pytest.mark.slow
 def test_main_example_is_within_its_budget_and_below_eager(finished: tuple[str, Path]) -> None:
     first, last = map(float, row(finished[0], "loss, first and last step").split(" -> "))
     assert last < first
@@ -89,12 +90,14 @@ def test_main_example_is_within_its_budget_and_below_eager(finished: tuple[str, 
     assert parse_bytes(planned) < parse_bytes(eager)
 
 
+@pytest.mark.slow
 def test_main_example_finds_equal_gradients(finished: tuple[str, Path]) -> None:
     equal, compared = map(int, row(finished[0], "gradients bitwise equal").split(" of "))
     assert equal == compared > 10
     assert row(finished[0], "largest gradient difference") == "0"
 
 
+@pytest.mark.slow
 def test_saved_plan_runs_in_another_process(finished: tuple[str, Path]) -> None:
     output, path = finished
     again = run_example(train_gpt2, *TINY_GPT2, "--steps=12", f"--plan={path}")

@@ -78,7 +78,7 @@ def small() -> tuple[nn.Module, tuple[torch.Tensor]]:
 
 def test_plans_say_what_they_are_for_and_are_run_by_nothing_else(tmp_path):
     model, args = small()
-    plan = placemat.plan(model, None, args, budget_fraction=0.0, compiler="inductor")
+    plan = placemat.plan(model, None, args, budget_fraction=0.0, compiler="inductor", time_limit_s=5)
     plan.save(tmp_path / "plan.json")
     loaded = placemat.Plan.load(tmp_path / "plan.json")
     assert loaded.options["compiler"] == "inductor"

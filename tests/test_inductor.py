@@ -108,7 +108,9 @@ def test_compiled_steps(name):
 def test_plans_for_fused_kernels_are_compiled():
     work = gpt2(layers=2, width=64, heads=2, sequence=64, batch=8)
     model, args, kwargs, loss_fn = work
-    plan = placemat.plan(model, None, args, kwargs, budget_fraction=0.4, loss_fn=loss_fn, compiler="inductor")
+    plan = placemat.plan(
+        model, None, args, kwargs, budget_fraction=0.4, loss_fn=loss_fn, compiler="inductor", time_limit_s=5
+    )
     assert plan.recompute_seconds > 0
     placemat.apply(model, plan)
     for parameter in model.parameters():

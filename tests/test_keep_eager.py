@@ -220,7 +220,7 @@ def test_results_that_the_loss_does_not_reach():
 def test_plans_travel_and_modules_are_copied(tmp_path):
     model = ready(Around(first, inner=nn.LSTM(8, 5)), X)
     want = run_step(model, (X,))
-    plan = placemat.plan(model, None, (X,), budget_fraction=0.0)
+    plan = placemat.plan(model, None, (X,), budget_fraction=0.0, time_limit_s=5)
     assert "forward" not in model.inner.__dict__
     plan.save(tmp_path / "plan.json")
     placemat.apply(model, placemat.Plan.load(tmp_path / "plan.json"))

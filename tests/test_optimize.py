@@ -44,7 +44,7 @@ def measured_peak(model: nn.Module, args, loss_fn=None, **budgeted) -> int:
 def test_same_training_within_the_budget(name, fraction):
     model, args = make_step(name)
     expected = run_step(model, args)
-    assert placemat.optimize(model, None, args, budget_fraction=fraction) is model
+    assert placemat.optimize(model, None, args, budget_fraction=fraction, time_limit_s=5) is model
     plan = model.plan
     assert not plan.runs_original
     assert run_step(model, args).same_as(expected)
@@ -82,7 +82,7 @@ def test_ample_budget_runs_the_original_forward():
 
 def test_cost_and_memory_move_in_opposite_directions():
     model, args = make_step("branches")
-    plans = [placemat.plan(model, None, args, budget_fraction=f) for f in FRACTIONS]
+    plans = [placemat.plan(model, None, args, budget_fraction=f, time_limit_s=5) for f in FRACTIONS]
     overheads = [p.overhead for p in plans]
     assert overheads == sorted(overheads, reverse=True)
     assert overheads[0] > 0 == overheads[-1]
@@ -92,7 +92,7 @@ def test_cost_and_memory_move_in_opposite_directions():
 def test_plan_leaves_model_and_random_numbers_alone():
     model, args = make_step("branches")
     before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    placemat.plan(model, None, args, budget_fraction=0.5)
+    placemat.plan(model, None, args, budget_fraction=0.5, time_limit_s=5)
     assert torch.equal(torch.get_rng_state(), rng)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert "forward" not in model.__dict__
@@ -120,7 +120,7 @@ def test_without_examples_the_first_call_is_planned():
 
 def test_another_batch_size_is_planned_under_the_same_budget(caplog):
     model, args = make_step("attention")
-    placemat.optimize(model, None, args, budget_fraction=0.5)
+    placemat.optimize(model, None, args, budget_fraction=0.5, time_limit_s=5)
     first = model.plan
     smaller = (args[0][:1],)
     expected = run_step(placemat.restore(copy.deepcopy(model)), smaller)
@@ -131,7 +131,7 @@ def test_another_batch_size_is_planned_under_the_same_budget(caplog):
 
 def test_restore_undoes_optimize():
     model, args = make_step("branches")
-    placemat.optimize(model, None, args, budget_fraction=0.5)
+    placemat.optimize(model, None, args, budget_fraction=0.5, time_limit_s=5)
     assert placemat.restore(model) is model
     assert "forward" not in model.__dict__
     with pytest.raises(placemat.PlacematError, match="not optimized"):
@@ -141,7 +141,7 @@ def test_restore_undoes_optimize():
 def test_module_stays_itself():
     model, args = make_step("branches")
     keys, parameters = list(model.state_dict()), [id(p) for p in model.parameters()]
-    placemat.optimize(model, None, args, budget_fraction=0.25)
+    placemat.optimize(model, None, args, budget_fraction=0.25, time_limit_s=5)
     assert type(model) is Branches
     assert list(model.state_dict()) == keys
     assert [id(p) for p in model.parameters()] == parameters
@@ -160,7 +160,7 @@ def test_module_stays_itself():
 
 def test_optimized_module_is_collected():
     model, args = make_step("attention")
-    placemat.optimize(model, None, args, budget_fraction=0.25)
+    placemat.optimize(model, None, args, budget_fraction=0.25, time_limit_s=5)
     run_step(model, args)
     watch = weakref.ref(model)
     del model
@@ -170,7 +170,7 @@ def test_optimized_module_is_collected():
 
 def test_no_grad_and_evaluation_use_the_original_forward():
     model, args = make_step("branches")
-    placemat.optimize(model, None, args, budget_fraction=0.0)
+    placemat.optimize(model, None, args, budget_fraction=0.0, time_limit_s=5)
     model.eval()
     with torch.no_grad():
         expected = placemat.restore(copy.deepcopy(model))(*args)
@@ -180,7 +180,7 @@ def test_no_grad_and_evaluation_use_the_original_forward():
 
 def test_plan_is_saved_and_applied_in_another_process(tmp_path):
     model, args = make_step("branches")
-    plan = placemat.plan(model, None, args, budget_fraction=0.25)
+    plan = placemat.plan(model, None, args, budget_fraction=0.25, time_limit_s=5)
     plan.save(tmp_path / "plan.json")
     script = textwrap.dedent(
         """
@@ -211,7 +211,7 @@ def test_plan_is_saved_and_applied_in_another_process(tmp_path):
 
 def test_plan_of_another_model_or_shape_is_refused():
     model, args = make_step("branches")
-    plan = placemat.plan(model, None, args, budget_fraction=0.25)
+    plan = placemat.plan(model, None, args, budget_fraction=0.25, time_limit_s=5)
     with pytest.raises(placemat.PlanMismatch, match="other parameters"):
         placemat.apply(make_step("attention")[0], plan)
     placemat.apply(model, plan)
@@ -243,9 +243,9 @@ def _cross_entropy(output) -> torch.Tensor:
 
 def test_loss_outside_the_module_is_planned_for():
     model, args = _Logits(), (torch.randn(64, 32),)
-    without = placemat.plan(model, None, args, budget_fraction=1.0)
+    without = placemat.plan(model, None, args, budget_fraction=1.0, time_limit_s=5)
     expected = run_step(model, args, loss_fn=_cross_entropy)
-    placemat.optimize(model, None, args, budget_fraction=0.0, loss_fn=_cross_entropy)
+    placemat.optimize(model, None, args, budget_fraction=0.0, loss_fn=_cross_entropy, time_limit_s=5)
     plan = model.plan
     assert plan.predicted_peak_bytes > without.predicted_peak_bytes
     got = run_step(model, args, loss_fn=_cross_entropy)
@@ -257,14 +257,14 @@ def test_loss_outside_the_module_is_planned_for():
 
 def test_gradient_that_the_loss_does_not_send_stays_none_without_loss_fn():
     model, args = _Logits(), (torch.randn(64, 32),)
-    placemat.optimize(model, None, args, budget_fraction=0.0)
+    placemat.optimize(model, None, args, budget_fraction=0.0, time_limit_s=5)
     got = run_step(model, args, loss_fn=_cross_entropy)
     assert [g is None for g in got.gradients] == [False] * 4 + [True] * 2
 
 
 def test_gradient_into_an_output_that_the_plan_excludes_is_refused():
     model, args = _Logits(), (torch.randn(64, 32),)
-    placemat.optimize(model, None, args, budget_fraction=0.0, loss_fn=_cross_entropy)
+    placemat.optimize(model, None, args, budget_fraction=0.0, loss_fn=_cross_entropy, time_limit_s=5)
     with pytest.raises(placemat.UnsupportedFeature, match="loss_fn"):
         sum(o.sum() for o in model(*args)).backward()
 
@@ -272,14 +272,14 @@ def test_gradient_into_an_output_that_the_plan_excludes_is_refused():
 def test_double_backward_is_refused():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     x = torch.randn(3, 4, requires_grad=True)
-    placemat.optimize(model, None, (x,), budget_fraction=0.5)
+    placemat.optimize(model, None, (x,), budget_fraction=0.5, time_limit_s=5)
     with pytest.raises(placemat.UnsupportedFeature, match="double backward"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
 def test_retained_graph_runs_backward_twice():
     model, args = make_step("branches")
-    placemat.optimize(model, None, args, budget_fraction=0.25)
+    placemat.optimize(model, None, args, budget_fraction=0.25, time_limit_s=5)
     torch.manual_seed(0)
     loss = model(*args)
     loss.backward(retain_graph=True)
@@ -304,14 +304,14 @@ def test_two_forwards_before_their_backwards():
         return gradients
 
     expected = both()
-    placemat.optimize(model, None, args, budget_fraction=0.0)
+    placemat.optimize(model, None, args, budget_fraction=0.0, time_limit_s=5)
     with pytest.warns(placemat.UndeclaredGradients):  # of b, when a's backward begins
         assert all(torch.equal(a, b) for a, b in zip(both(), expected, strict=True))
 
 
 def test_unplanned_run_is_noticed():
     model, args = make_step("branches")
-    placemat.optimize(model, None, args, budget_fraction=0.25)
+    placemat.optimize(model, None, args, budget_fraction=0.25, time_limit_s=5)
     with torch.compiler.set_stance("force_eager"), pytest.raises(placemat.UnsupportedFeature, match="did not run"):
         model(*args)
 
@@ -334,9 +334,9 @@ def test_other_bad_input_is_refused_by_name():
     with pytest.raises(placemat.PlacematError, match="example inputs"):
         placemat.plan(model, "1 GiB")
     with pytest.raises(placemat.PlacematError, match="budget_fraction"):
-        placemat.plan(model, None, args, budget_fraction=1.5)
+        placemat.plan(model, None, args, budget_fraction=1.5, time_limit_s=5)
     with pytest.raises(placemat.PlacematError, match="not both"):
-        placemat.plan(model, "1 GiB", args, budget_fraction=0.5)
+        placemat.plan(model, "1 GiB", args, budget_fraction=0.5, time_limit_s=5)
     with pytest.raises(placemat.PlacematError, match="Module"):
         placemat.plan(lambda x: x, "1 GiB", args)
     with pytest.raises(placemat.UnsupportedFeature, match="nothing to train"):
@@ -350,7 +350,7 @@ def test_equal_models_get_equal_plans():
     plans = []
     for _ in range(2):
         model, args = make_step("branches")
-        plans.append(placemat.plan(model, None, args, budget_fraction=0.3))
+        plans.append(placemat.plan(model, None, args, budget_fraction=0.3, time_limit_s=5))
     assert plans[0].schedule == plans[1].schedule
     assert plans[0].fingerprint == plans[1].fingerprint
     assert plans[0].predicted_peak_bytes == plans[1].predicted_peak_bytes
@@ -358,8 +358,8 @@ def test_equal_models_get_equal_plans():
 
 def test_accumulating_gradients_are_budgeted():
     model, args = make_step("branches")
-    plain = placemat.plan(model, None, args, budget_fraction=1.0)
-    accumulating = placemat.plan(model, None, args, budget_fraction=1.0, accumulate_grad=True)
+    plain = placemat.plan(model, None, args, budget_fraction=1.0, time_limit_s=5)
+    accumulating = placemat.plan(model, None, args, budget_fraction=1.0, accumulate_grad=True, time_limit_s=5)
     gradients = sum(p.nbytes for p in model.parameters())
     assert accumulating.predicted_peak_bytes - plain.predicted_peak_bytes == gradients
 
@@ -368,7 +368,9 @@ def test_meta_model_is_planned_for_a_device_that_is_not_here():
     with torch.device("meta"):
         model = nn.Sequential(*[nn.Sequential(nn.Linear(4096, 4096), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)])
         x = torch.empty(65536, 4096)
-    plan = placemat.plan(model, None, (x,), budget_fraction=0.3, cost_model=Roofline(device_spec("H200")))
+    plan = placemat.plan(
+        model, None, (x,), budget_fraction=0.3, cost_model=Roofline(device_spec("H200")), time_limit_s=5
+    )
     assert plan.device == "meta"
     assert 0 < plan.overhead < 0.5
     assert plan.keep_everything_bytes > plan.budget_bytes > 4 * x.nbytes
@@ -401,6 +403,6 @@ def test_weight_shared_under_autocast_is_cast_as_often_as_in_eager(fraction, cac
 
     expected = step()
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache):
-        placemat.optimize(model, None, args, budget_fraction=fraction)
+        placemat.optimize(model, None, args, budget_fraction=fraction, time_limit_s=5)
     assert all(torch.equal(a, b) for a, b in zip(step(), expected, strict=True))
     assert model.forward._backend.runs == 1

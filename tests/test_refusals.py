@@ -51,7 +51,7 @@ def test_batch_norm_whose_new_statistics_are_read_runs_once():
 
     model = Wrap(forward, norm=nn.BatchNorm1d(8))
     expected = run_step(model, (X,))
-    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, time_limit_s=5)
     assert run_step(model, (X,)).same_as(expected)
 
 
@@ -62,8 +62,8 @@ def test_second_module_whose_outputs_are_all_views_leaves_unreached_gradients_no
 
     first, second = Wrap(lambda m, x: m.a(x)), Wrap(views)
     hidden = first(X)
-    placemat.optimize(first, None, (X,), budget_fraction=0.5)
-    placemat.optimize(second, None, (hidden.detach().requires_grad_(),), budget_fraction=0.5)
+    placemat.optimize(first, None, (X,), budget_fraction=0.5, time_limit_s=5)
+    placemat.optimize(second, None, (hidden.detach().requires_grad_(),), budget_fraction=0.5, time_limit_s=5)
     second(first(X))[1].sum().backward()
     assert second.a.weight.grad is not None
     assert second.b.weight.grad is None
@@ -71,7 +71,7 @@ def test_second_module_whose_outputs_are_all_views_leaves_unreached_gradients_no
 
 def test_changed_attribute_is_planned_again():
     model = Wrap(lambda m, x: (m.a(x) if m.flag else m.b(m.a(x))).pow(2).sum(), flag=True)
-    placemat.optimize(model, None, (X,), budget_fraction=1.0)
+    placemat.optimize(model, None, (X,), budget_fraction=1.0, time_limit_s=5)
     run_step(model, (X,))
     model.flag = False
     plan = model.plan
@@ -129,7 +129,7 @@ def test_overwritten_buffer_that_shares_storage_is_refused():
 
 def test_full_backward_hook_on_a_submodule_is_refused_by_name():
     model = Wrap(lambda m, x: m.a(x).sum())
-    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, time_limit_s=5)
     run_step(model, (X,))
     model.a.register_full_backward_hook(lambda *_: None)
     with pytest.raises(placemat.CaptureError, match="hook"):
@@ -157,7 +157,7 @@ def test_pre_hook_that_supplies_an_argument_and_sets_an_attribute_is_part_of_the
     model.inner.register_forward_pre_hook(supply_offset, with_kwargs=True)
     expected = run_step(model, (X,))
     assert sum(g is not None for g in expected.gradients) == 4
-    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, time_limit_s=5)
     assert model.inner.calls == 1
     model.inner.calls = 0
     assert run_step(model, (X,)).same_as(expected)
@@ -202,7 +202,7 @@ def test_hooks_that_the_forward_registers_and_removes_are_part_of_the_step(other
     hooks = model.inner._forward_hooks, model.inner._forward_pre_hooks
     before = [dict(h) for h in hooks]
     expected = [run_step(model, (X, factor)) for factor in (2.0, 3.0)]
-    placemat.optimize(model, None, (X, 2.0), budget_fraction=0.0)
+    placemat.optimize(model, None, (X, 2.0), budget_fraction=0.0, time_limit_s=5)
     for factor, outcome in zip((2.0, 3.0), expected, strict=True):
         assert run_step(model, (X, factor)).same_as(outcome)
     assert (model.inner._forward_hooks, model.inner._forward_pre_hooks) == hooks  # the objects, as handles know them
@@ -213,14 +213,14 @@ def test_hooks_that_the_forward_registers_and_removes_are_part_of_the_step(other
 def test_hooks_that_the_forward_leaves_behind_are_refused():
     model = Hooked(leave=True)
     with pytest.raises(placemat.CaptureError, match=r"still there when it returns \(on Offset\)"):
-        placemat.optimize(model, None, (X, 2.0), budget_fraction=0.0)
+        placemat.optimize(model, None, (X, 2.0), budget_fraction=0.0, time_limit_s=5)
     assert not model.inner._forward_pre_hooks
 
 
 def test_hook_of_a_kind_that_cannot_be_traced_is_refused_with_its_line():
     model = Hooked(always_call=True)
     with pytest.raises(placemat.CaptureError, match=r"calls register_forward_hook\(\).*test_refusals.py:\d+"):
-        placemat.optimize(model, None, (X, 2.0), budget_fraction=0.0)
+        placemat.optimize(model, None, (X, 2.0), budget_fraction=0.0, time_limit_s=5)
     assert not model.inner._forward_hooks
 
 
@@ -262,7 +262,7 @@ def test_recurrent_cells_in_a_loop_have_eagers_bits(kind):
 
     model = Wrap(forward, cell=kind(8, 5))
     expected = run_step(model, (X,))
-    placemat.optimize(model, None, (X,), budget_fraction=0.0)
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, time_limit_s=5)
     assert run_step(model, (X,)).same_as(expected)
 
 
@@ -308,7 +308,7 @@ def without_recomputations(schedule: Schedule) -> Schedule:
 def test_edited_schedule_is_refused(tmp_path, edit):
     """When the file is loaded, though its checksum is right, and again when a plan in memory is applied."""
     model, args = make_step("branches")
-    plan = placemat.plan(model, None, args, budget_fraction=0.0)
+    plan = placemat.plan(model, None, args, budget_fraction=0.0, time_limit_s=5)
     edited = replace(plan, schedule=edit(plan.schedule))
     edited.save(tmp_path / "plan.json")
     with pytest.raises(placemat.PlacematError, match=r"the file was edited|whose schedule is not one"):

@@ -140,7 +140,7 @@ def test_three_steps_are_eagers(forward):
 def test_parameters_given_by_functional_call_get_the_gradients():
     torch.manual_seed(0)
     model, outcomes = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)), []
-    for each in (model, placemat.optimize(copy.deepcopy(model), None, (X,), budget_fraction=0.0)):
+    for each in (model, placemat.optimize(copy.deepcopy(model), None, (X,), budget_fraction=0.0, time_limit_s=5)):
         given = {name: (2 * p.detach()).requires_grad_() for name, p in each.named_parameters()}
         torch.func.functional_call(each, given, (X,)).pow(2).sum().backward()
         outcomes.append([p.grad for p in given.values()])

@@ -105,6 +105,7 @@ def test_the_whole_step_stays_in_one_budget_to_the_byte() -> None:
     assert "Estimated: seconds" in text
 
 
+@pytest.mark.slow
 def test_the_least_that_is_told_is_enough() -> None:
     model, args = make()
     with pytest.raises(placemat.BudgetTooSmall) as caught:
