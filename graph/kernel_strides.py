@@ -40,8 +40,13 @@ def _contiguous(shape: Sequence[int]) -> _Strides:
 
 def _suggested(x: torch.Tensor, shape: Sequence[int] | None = None) -> _Strides:
     """`empty(shape, x.suggest_memory_format())`: contiguous or channels_last, whatever x is."""
-    layout = _CHANNELS_LAST[x.ndim] if _is_channels_last(x) else torch.contiguous_format
+    layout = suggested_format(x)
     return torch.empty(x.shape if shape is None else shape, device="meta").contiguous(memory_format=layout).stride()
+
+
+def suggested_format(x: torch.Tensor) -> torch.memory_format:
+    """`x.suggest_memory_format()` of C++."""
+    return _CHANNELS_LAST[x.ndim] if _is_channels_last(x) else torch.contiguous_format
 
 
 def _is_channels_last(x: torch.Tensor) -> bool:

@@ -17,6 +17,7 @@ from placemat.codegen import Boxed, boxed_function
 from placemat.emit import EmittedStep, emit
 from placemat.graph import gradients, torch_private
 from placemat.graph.aliases import guard_views, split_gradients
+from placemat.graph.arriving import take_as_they_come
 from placemat.graph.autocast import LOW_PRECISION, casts_outlive_forward, sensitive_backward_op
 from placemat.graph.capture import DynamoGraph, Interrupt, make_joint
 from placemat.graph.errors import UnsupportedFeature
@@ -239,19 +240,8 @@ def _specialized(step: EmittedStep, arrival: _Arrival) -> fx.GraphModule:
     absent = [t for t, there in zip(tangents, arrival.present, strict=True) if not there]
     gradients.prune_tangents(graph, absent)
     if not arrival.as_traced:
-        _reshape_gradients(graph, tangents)
+        take_as_they_come(graph, tangents)
     if step.segments:
         (output,) = graph.find_nodes(op="output")
         output.args = ((),)  # all gradients are handed out before
     return fx.GraphModule(step.backward, graph)
-
-
-def _reshape_gradients(graph: fx.Graph, tangents: Sequence[fx.Node]) -> None:
-    """Let what autograd reshapes be copied if the strides that arrive ask for it: the trace took it for a view."""
-    reached = set(tangents)
-    for node in graph.nodes:
-        if reached.isdisjoint(node.all_input_nodes):
-            continue
-        reached.add(node)
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
