@@ -41,7 +41,7 @@ def hand_out(handed: Sequence[Any]) -> NoReturn:
     raise AssertionError("generated code yields in its place")
 
 
-def prune_tangents(graph: fx.Graph, absent: Sequence[fx.Node]) -> None:
+def prune_tangents(graph: fx.Graph, absent: Sequence[fx.Node]) -> list[fx.Node]:
     """Take tangents that are not there out of a graph with a backward, in place.
 
     AOTAutograd stands in zeros for the gradient of an output that the loss does not reach, so parameters that eager
@@ -49,10 +49,12 @@ def prune_tangents(graph: fx.Graph, absent: Sequence[fx.Node]) -> None:
     a call whose tangent-dependent inputs are all absent has absent results; a sum with one absent term is the other
     term; anything else gets zeros of the right shape. Gradients that are absent become None, as in eager.
 
-    The placeholders stay: the caller passes None for them.
+    The placeholders stay: the caller passes None for them. Returned are terms that took the place of sums which had
+    other strides (see `arriving.take_as_they_come`).
     """
+    moved: list[fx.Node] = []
     if not absent:
-        return
+        return moved
     gone = set(absent)
     dependent = {n for n in graph.find_nodes(op="placeholder") if n in gone or n.name.startswith("tangents")}
     for node in graph.find_nodes(op="call_function", target=aten.zeros.default):
@@ -77,14 +79,15 @@ def prune_tangents(graph: fx.Graph, absent: Sequence[fx.Node]) -> None:
             gone.add(node)
         elif missing and node.target is eager_ops.BACKWARD:
             gone.update(eager_ops.drop_absent_grads(node, gone))
-        elif missing and not _take_other_term(node, gone):
+        elif missing and not _take_other_term(node, gone, moved):
             for source in missing:
                 with graph.inserting_before(node):
                     node.replace_input_with(source, _zeros_like(graph, source))
     _erase_dead(graph, dependent)
+    return moved
 
 
-def _take_other_term(node: fx.Node, gone: set[fx.Node]) -> bool:
+def _take_other_term(node: fx.Node, gone: set[fx.Node], moved: list[fx.Node]) -> bool:
     """Replace a sum with an absent term by its other term, if that has the sum's shape and dtype."""
     if node.target not in _SUMS or node.kwargs.get("alpha", 1) != 1:
         return False
@@ -96,8 +99,10 @@ def _take_other_term(node: fx.Node, gone: set[fx.Node]) -> bool:
         return False
     views = [user for user in node.users if _shares_storage(user, result)]
     node.replace_all_uses_with(other)
+    if result.stride() != term.stride():
+        moved.append(other)
     for view in views:
-        _view_of(view, result, moved=result.stride() != term.stride())
+        _view_of(view, result, moved=other in moved)
     return True
 
 

@@ -21,6 +21,7 @@ from torch import fx
 
 from placemat.graph import autocast, batch_norm, eager_lower, gradients, purity
 from placemat.graph.allocator import allocated_bytes
+from placemat.graph.arriving import take_as_they_come
 from placemat.graph.border import add_border, add_copy_back, mark_outputs
 from placemat.graph.handing_out import Positions, add_handouts
 from placemat.graph.ir import Op, OpGraph, Phase
@@ -88,7 +89,8 @@ def lower(
     autocast.merge_weight_casts(graph, [joint.primals[i] for i in cached], [joint.gradients[i] for i in cached])
     batch_norm.drop_running_statistics(graph)
     batch_norm.drop_statistics_copies(graph)
-    gradients.prune_tangents(graph, [t for i, t in enumerate(joint.tangents) if i not in loss.used_tangents])
+    moved = gradients.prune_tangents(graph, [t for i, t in enumerate(joint.tangents) if i not in loss.used_tangents])
+    take_as_they_come(graph, moved)
     eager_lower.check_sums(graph)
     build = Builder(joint, loss)
     _bind_static(build)

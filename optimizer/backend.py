@@ -238,9 +238,8 @@ def _specialized(step: EmittedStep, arrival: _Arrival) -> fx.GraphModule:
         new.meta = dict(old.meta)
     tangents = list(graph.find_nodes(op="placeholder"))[step.num_saved :]
     absent = [t for t, there in zip(tangents, arrival.present, strict=True) if not there]
-    gradients.prune_tangents(graph, absent)
-    if not arrival.as_traced:
-        take_as_they_come(graph, tangents)
+    moved = gradients.prune_tangents(graph, absent)
+    take_as_they_come(graph, moved if arrival.as_traced else [*tangents, *moved])
     if step.segments:
         (output,) = graph.find_nodes(op="output")
         output.args = ((),)  # all gradients are handed out before
