@@ -26,12 +26,14 @@ def _contiguous(node: fx.Node) -> torch.memory_format:
     return torch.contiguous_format
 
 
-# Kernels whose first argument is a gradient that autograd makes contiguous, and in which memory format (torch 2.13:
-# tools/autograd/derivatives.yaml).
+# Operators whose first argument is a gradient that autograd makes contiguous, and in which memory format (torch 2.13:
+# tools/autograd/derivatives.yaml; compared with the calls of all operators' backwards for permuted gradients).
 _MADE_CONTIGUOUS: dict[object, Callable[[fx.Node], torch.memory_format]] = {
     aten.native_group_norm_backward.default: _of_input,
     aten._cdist_backward.default: _contiguous,
     aten._weight_norm_interface_backward.default: _contiguous,
+    aten.as_strided.default: _contiguous,
+    aten.as_strided_scatter.default: _contiguous,
     aten.view_as_complex.default: _contiguous,
     aten.view_as_real.default: _contiguous,
 }

@@ -248,9 +248,20 @@ def test_views_of_a_gradient_of_which_a_term_is_absent():
     assert all(same_bits(a, b) for a, b in zip(step(), expected, strict=True))
 
 
-def test_gradients_that_a_formula_makes_contiguous():
-    model, x = nn.Sequential(nn.Conv1d(8, 8, 1), nn.Tanh(), nn.GroupNorm(2, 8)), _numbers(6, 8, 6)
-    tangent = _numbers(6, 8, 6).permute(2, 1, 0)
+FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
+    "group norm": lambda x: F.group_norm(x, 2),
+    "distances": lambda x: torch.cdist(x, x[:, :3].exp()),
+    "complex": lambda x: torch.view_as_complex(x.sin().unflatten(1, (4, 2)).movedim(2, -1).contiguous()).abs(),
+    "real": lambda x: torch.view_as_real(x * (1 + 2j)),
+    "scattered": lambda x: torch.as_strided_scatter(x.sin(), x[0, 0, :3].exp(), (3,), (2,)),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_gradients_that_a_formula_makes_contiguous(name):
+    model, x = Applied(nn.Conv1d(8, 8, 1), lambda layer, x: FORMULAS[name](layer(x).tanh())), _numbers(6, 8, 6)
+    shape = model(x).shape
+    tangent = _numbers(*reversed(shape)).permute(*reversed(range(len(shape))))
 
     def step() -> list[Any]:
         model.zero_grad()
