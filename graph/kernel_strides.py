@@ -93,6 +93,7 @@ _RULES: dict[Any, Callable[..., _Strides]] = {
     aten._prelu_kernel_backward.default: lambda shape, grad, x, weight: _elementwise(x, weight, grad),
     aten._prelu_kernel.default: lambda shape, x, weight: _like(x),
     aten._native_batch_norm_legit_functional.default: lambda shape, x, *_: _suggested(x),
+    aten._native_batch_norm_legit_no_training.default: lambda shape, x, *_: _suggested(x),
     aten._native_batch_norm_legit.no_stats: lambda shape, x, *_: _suggested(x),
     aten.native_batch_norm.default: lambda shape, x, *_: _suggested(x),
     aten.native_batch_norm_backward.default: lambda shape, grad, x, *_: _suggested(x),

@@ -44,8 +44,18 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], int, bool]] = {
         2,
         False,
     ),
+    "batch norm in eval": (
+        lambda a: aten._native_batch_norm_legit_no_training.default(a, *_statistics(a), 0.1, 1e-5)[0],
+        1,
+        False,
+    ),
     "softmax_backward": (lambda a, b: aten._log_softmax_backward_data.default(a, b, -1, torch.float32), 2, False),
 }
+
+
+def _statistics(x: Tensor) -> list[Tensor]:
+    """Weight, bias, running mean and variance."""
+    return [torch.ones(x.shape[1]) for _ in range(4)]
 
 
 def _laid_out(shape: list[int], choose: random.Random) -> Tensor:
