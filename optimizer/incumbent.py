@@ -56,6 +56,10 @@ class Incumbent:
         if fitting:
             self.offer(min(fitting, key=lambda pair: pair[0])[1])
 
+    def is_within(self, gap: float, lower_seconds: float, resolution_s: float) -> bool:
+        """Objective and bound agree within the gap; the tie-break alone may hold them apart by its own size."""
+        return self.seconds < math.inf and self.seconds - lower_seconds <= gap * self.seconds + resolution_s
+
     def overhead(self, seconds: float) -> float:
         return seconds / (self.problem.runtime_s or 1.0)
 

@@ -14,7 +14,7 @@ from placemat.baselines import save_all
 from placemat.incumbent import Incumbent
 from placemat.milestones import Milestones
 from placemat.phases import WIDER_STEPS
-from placemat.refinement import TIE_SCALE, cost_unit_s, worst_apart
+from placemat.refinement import TIE_SCALE, cost_unit_s, tie_break_s, worst_apart
 from placemat.schedule import Schedule, canonical
 from placemat.shave import shaved
 from placemat.simulate import running_bytes, simulate
@@ -47,14 +47,13 @@ class MilestoneSearch:
         self.at: set[int] = set()
 
     def is_closed(self) -> bool:
-        """Objective and bound agree within the gap; the tie-break alone may hold them apart by its own size."""
-        best_s = self.incumbent.seconds
-        return best_s < math.inf and best_s - self.lower_seconds <= self.gap * best_s + self.resolution_s
+        """Whether the best plan is proven to be within the gap."""
+        return self.incumbent.is_within(self.gap, self.lower_seconds, self.resolution_s)
 
     @property
     def resolution_s(self) -> float:
         """What the tie-break may add to a bound."""
-        return TIE_SCALE * cost_unit_s(self.problem)
+        return tie_break_s(self.problem)
 
     def run(self) -> None:
         """Until the gap is closed, the time is over, or more milestones would not help."""

@@ -38,7 +38,7 @@ import numpy as np
 from placemat.linear_model import LinearModel
 from placemat.problem import Problem
 from placemat.refinement import TIE_SCALE, cost_unit_s
-from placemat.replay import may_be_dropped
+from placemat.replay import may_be_dropped, missing_ops
 
 BYTE_SCALE = 1e4  # units of the budget: coefficients then are at most that
 
@@ -235,7 +235,7 @@ def computes_holding(problem: Problem, at: Sequence[int], held: Sequence[set[int
         if is_milestone:
             p += 1
             wanted |= held[p]
-        again = _again(problem, wanted & missing, missing)
+        again = missing_ops(problem, wanted, missing)
         computes.extend(again)
         for w in again:
             missing.difference_update(problem.ops[w].outputs)
@@ -244,15 +244,3 @@ def computes_holding(problem: Problem, at: Sequence[int], held: Sequence[set[int
         computes.append(t)
         made.extend(v for v in op.outputs if may_be_dropped(problem, v))
     return computes
-
-
-def _again(problem: Problem, wanted: set[int], missing: set[int]) -> list[int]:
-    """Ops to recompute so that `wanted` is there, in index order."""
-    ops: set[int] = set()
-    stack = list(wanted)
-    while stack:
-        w = problem.values[stack.pop()].producer
-        if w not in ops:
-            ops.add(w)
-            stack.extend(u for u in problem.ops[w].recompute_inputs if u in missing)
-    return sorted(ops)

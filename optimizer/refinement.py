@@ -201,6 +201,11 @@ def cost_unit_s(problem: Problem) -> float:
     return (problem.runtime_s or 1.0) / COST_SCALE
 
 
+def tie_break_s(problem: Problem) -> float:
+    """The most seconds that all ties together may add to an objective."""
+    return TIE_SCALE * cost_unit_s(problem)
+
+
 def objective_costs(model: Retention) -> dict[int, float]:
     """sum of (c_o + tie) X[o,p], in units of `cost_unit_s`."""
     unit_s = cost_unit_s(model.problem)

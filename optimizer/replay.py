@@ -37,7 +37,7 @@ def replay(problem: Problem, kept: Collection[int], cut: int) -> Schedule:
                 v for v, value in enumerate(problem.values)
                 if v not in kept and value.producer < cut and may_be_dropped(problem, v)
             )  # fmt: skip
-        again = _missing_ops(problem, op.inputs, missing)
+        again = missing_ops(problem, op.inputs, missing)
         computes.extend(again)
         for w in again:
             missing.difference_update(problem.ops[w].outputs)
@@ -47,7 +47,7 @@ def replay(problem: Problem, kept: Collection[int], cut: int) -> Schedule:
     return canonical(problem, computes)
 
 
-def _missing_ops(problem: Problem, wanted: Collection[int], missing: Collection[int]) -> list[int]:
+def missing_ops(problem: Problem, wanted: Collection[int], missing: Collection[int]) -> list[int]:
     """Ops to recompute so that `wanted` is there, in index order."""
     ops: set[int] = set()
     stack = [v for v in wanted if v in missing]

@@ -23,6 +23,7 @@ from placemat.refinement import (
     Refinement,
     cost_unit_s,
     first_grid,
+    tie_break_s,
 )
 from placemat.replay import default_cut
 from placemat.schedule import Schedule
@@ -80,14 +81,13 @@ class FamilySearch:
         return self.contraction.family(self.phases)
 
     def is_closed(self) -> bool:
-        """Objective and bound agree within the gap; the tie-break alone may hold them apart by its own size."""
-        best_s = self.incumbent.seconds
-        return best_s < math.inf and best_s - self.lower_seconds <= self.gap * best_s + self.resolution_s
+        """Whether the best plan is proven to be within the gap."""
+        return self.incumbent.is_within(self.gap, self.lower_seconds, self.resolution_s)
 
     @property
     def resolution_s(self) -> float:
         """What the tie-break may add to a bound."""
-        return TIE_SCALE * cost_unit_s(self.problem)
+        return tie_break_s(self.problem)
 
     @property
     def is_impossible(self) -> bool:
