@@ -8,6 +8,7 @@ kernel, is a register there and takes no bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -80,6 +81,7 @@ def is_external(op: Op) -> bool:
     )
 
 
+@functools.cache
 def _tags(target: str) -> Mapping[torch.Tag, None] | list[torch.Tag]:
     found: object = torch.ops
     for part in target.split("."):

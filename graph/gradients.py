@@ -102,7 +102,7 @@ def _take_other_term(node: fx.Node, gone: set[fx.Node], moved: list[fx.Node]) ->
     if result.stride() != term.stride():
         moved.append(other)
     for view in views:
-        _view_of(view, result, moved=other in moved)
+        _follow(view, result)
     return True
 
 
@@ -110,19 +110,18 @@ def _shares_storage(node: fx.Node, tensor: torch.Tensor) -> bool:
     return any(t is not None and storage_key(t) == storage_key(tensor) for t in tensors_of(node))
 
 
-def _view_of(node: fx.Node, before: torch.Tensor, *, moved: bool) -> None:
+def _follow(node: fx.Node, before: torch.Tensor) -> None:
     """Let a view, and views of it, be of what its argument is now; `before` is what it was a view of.
 
-    Where the strides are others, autograd's `reshape`, which the trace took for a view, may have to copy.
+    What the trace took for a view is autograd's `reshape`, which copies where the strides are others and ask for it.
     """
     views = [user for user in node.users if _shares_storage(user, before)]
-    if moved and node.target is aten.view.default:
-        node.target = aten.reshape.default
+    call: Any = aten.reshape.default if node.target is aten.view.default else node.target
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     with before.fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta["val"] = call(*args, **kwargs)
     for view in views:
-        _view_of(view, before, moved=moved)
+        _follow(view, before)
 
 
 def _zeros_like(graph: fx.Graph, source: fx.Node) -> fx.Node:
