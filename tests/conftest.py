@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_finish() -> None:
-    """Take what the imports made out of garbage collection: `measure` collects before each step, 0.3 s each otherwise."""
+    """Take what imports made out of garbage collection: `measure` collects before each step, 0.3 s each otherwise."""
     gc.collect()
     gc.freeze()
 
