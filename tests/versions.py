@@ -36,8 +36,9 @@ TOOLS = ("pytest", "pytest-xdist", "hypothesis", "transformers")
 
 
 def constraints_without_torch() -> str:
+    """Without setuptools, too: some versions of torch want one below 82."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return "\n".join(line for line in lines if not line.startswith("torch=="))
+    return "\n".join(line for line in lines if not line.startswith(("torch==", "setuptools==")))
 
 
 def install(version: str, folder: Path) -> Path:
