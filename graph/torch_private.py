@@ -24,6 +24,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.utils import numpy_to_tensor_wrapper
+from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
@@ -78,8 +79,13 @@ __all__ = [
 
 _LARGE = 1 << 30
 
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 # Gradients of outputs reach a compiled backward in a list that it may empty; before torch 2.13 they lived to its end.
-TANGENTS_ARE_FREED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+TANGENTS_ARE_FREED = _VERSION >= (2, 13)
+
+# AOTAutograd gives the backward of a node its `meta["custom"]`; before torch 2.10 we do.
+_MARKS_REACH_BACKWARD = _VERSION >= (2, 10)
 
 
 def aot_backend(partition: Callable[..., Any], fw_compiler: Callable[..., Any], bw_compiler: Callable[..., Any]) -> Any:
@@ -88,7 +94,28 @@ def aot_backend(partition: Callable[..., Any], fw_compiler: Callable[..., Any], 
     The contract `partition_fn(joint, inputs, *, num_fwd_outputs, static_lifetime_input_indices)` is the one of the
     public "custom backends" documentation.
     """
-    return aot_autograd(fw_compiler=fw_compiler, bw_compiler=bw_compiler, partition_fn=partition)
+
+    def marked(joint: torch.fx.GraphModule, inputs: Sequence[Any], **counts: Any) -> Any:
+        _mark_backward(joint.graph)
+        return partition(joint, inputs, **counts)
+
+    partition_fn = partition if _MARKS_REACH_BACKWARD else marked
+    return aot_autograd(fw_compiler=fw_compiler, bw_compiler=bw_compiler, partition_fn=partition_fn)
+
+
+def _mark_backward(joint: torch.fx.Graph) -> None:
+    """Hand the marks of forward nodes on to those of backward, as AOTAutograd does from torch 2.10 on.
+
+    Sequence numbers say which belong together; of forward nodes that share one, the first made the autograd node.
+    """
+    marks: dict[int, Any] = {}
+    for node in joint.nodes:
+        if "seq_nr" not in node.meta:
+            continue
+        if node.meta.get("partitioner_tag") != "is_backward":
+            marks.setdefault(node.meta["seq_nr"], node.meta.get("custom"))
+        elif custom := marks.get(node.meta["seq_nr"]):
+            node.meta["custom"] = dict(custom)
 
 
 @contextlib.contextmanager
@@ -121,10 +148,35 @@ def compile_settings() -> Iterator[None]:
         inductor_config.patch(fallback_random=True),
         read_at_run_time(),
         traced_registration(),
+        _calls_as_written(),
         eager_decompositions(),
         _questions_noted(),
     ):
         yield
+
+
+_REWRITTEN_METHODS = ("add_", "addcmul_", "addcdiv_")
+_REWRITTEN_FUNCTIONS = (torch.addcdiv, torch._foreach_lerp_, torch._foreach_pow)
+
+
+@contextlib.contextmanager
+def _calls_as_written() -> Iterator[None]:
+    """Keep Dynamo from writing one call as several, which round otherwise: `x.addcdiv_(a, b, value=v)` and its like.
+
+    It does so that a factor may be a tensor without its value being read; before 2.13 also with `x.add_(y, alpha=a)` of
+    a number. Newer versions have a setting for some of them (`enable_dynamo_decompositions`), none for all.
+    """
+    methods = {name: method for name in _REWRITTEN_METHODS if (method := vars(TensorVariable).get(f"method_{name}"))}
+    handlers = TorchInGraphFunctionVariable._get_handlers()  # one dictionary, made once
+    functions = {f: handlers.pop(f) for f in _REWRITTEN_FUNCTIONS if f in handlers}
+    for name in methods:
+        delattr(TensorVariable, f"method_{name}")
+    try:
+        yield
+    finally:
+        handlers.update(functions)
+        for name, method in methods.items():
+            setattr(TensorVariable, f"method_{name}", method)
 
 
 _FILES_THAT_ASKED: set[str] = set()
