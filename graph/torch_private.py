@@ -87,6 +87,9 @@ TANGENTS_ARE_FREED = _VERSION >= (2, 13)
 # AOTAutograd gives the backward of a node its `meta["custom"]`; before torch 2.10 we do.
 _MARKS_REACH_BACKWARD = _VERSION >= (2, 10)
 
+# Tracing takes composite operators apart where autograd does; before torch 2.10, wherever it can.
+_TAKES_APART_AS_AUTOGRAD = _VERSION >= (2, 10)
+
 
 def aot_backend(partition: Callable[..., Any], fw_compiler: Callable[..., Any], bw_compiler: Callable[..., Any]) -> Any:
     """A Dynamo backend that traces the joint graph and hands it to `partition`.
@@ -150,6 +153,7 @@ def compile_settings() -> Iterator[None]:
         traced_registration(),
         _calls_as_written(),
         eager_decompositions(),
+        _device_kernels_stay(),
         _questions_noted(),
     ):
         yield
@@ -303,6 +307,33 @@ def _composites_with_meta_kernels() -> tuple[Any, ...]:
         and not op.has_kernel_for_dispatch_key(keys.Autograd)
         and not op.has_kernel_for_dispatch_key(keys.AutogradMeta)
     )
+
+
+@contextlib.contextmanager
+def _device_kernels_stay() -> Iterator[None]:
+    """Composite operators that a device has a kernel for, such as silu_backward, are not taken apart: eager runs it.
+
+    The rule is torch.utils._python_dispatch.autograd_would_have_decomposed of torch 2.10, where tracing has it itself.
+    """
+    if _TAKES_APART_AS_AUTOGRAD:
+        yield
+        return
+    owner: Any = torch._ops.OpOverload
+    present = owner.decompose
+
+    def decompose(op: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = next((t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)), None)
+        if tensor is not None and not any(a.alias_info for a in op._schema.arguments):
+            key = torch._C._dispatch_key_for_device(tensor.device.type)
+            if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+                return NotImplemented
+        return present(op, *args, **kwargs)
+
+    owner.decompose = decompose
+    try:
+        yield
+    finally:
+        owner.decompose = present
 
 
 @contextlib.contextmanager

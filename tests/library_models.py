@@ -269,7 +269,7 @@ LIBRARY_MODELS: dict[str, LibraryModel] = {
         "timm", lambda: timm_model("resnet18d", channels=(8, 16, 32, 64), stem_width=8, drop_path_rate=0.1)
     ),
     "timm: ConvNeXt": LibraryModel(
-        "timm", lambda: timm_model("convnext_atto", depths=(1, 2), dims=(16, 32), drop_path_rate=0.1)
+        "timm", lambda: timm_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 16, 32, 64), drop_path_rate=0.1)
     ),
     "timm: ViT": LibraryModel(
         "timm",
