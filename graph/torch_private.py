@@ -40,6 +40,7 @@ from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.forward_hooks import traced_registration
 
 __all__ = [
+    "SIDE_EFFECTS",
     "TANGENTS_ARE_FREED",
     "BackendCompilerFailed",
     "FailOnRecompileLimitHit",
@@ -78,6 +79,12 @@ __all__ = [
 ]
 
 _LARGE = 1 << 30
+
+SIDE_EFFECTS = (
+    "the model runs operators with ordered side effects (checked linear algebra such as torch.linalg.inv, "
+    "solve or cholesky is of that kind), which this version cannot schedule. Remedy: the _ex variants "
+    "(torch.linalg.inv_ex, ...), or optimize the submodules around them."
+)
 
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -341,11 +348,16 @@ def fake_strides(rule: Callable[[Any, tuple[int, ...], Sequence[Any]], tuple[int
     """Fake tensors on the CPU get the strides of a rule: operator, shape of the first result, arguments -> its strides.
 
     None leaves them as they are; so do symbolic shapes and operators that write or give views.
+
+    Raises (while tracing):
+        UnsupportedFeature: the model checks whether linear algebra has failed.
     """
     present = FakeTensorMode._dispatch_impl
 
     @functools.wraps(present)
     def restrided(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten._linalg_check_errors.default:  # before torch 2.13 it is lost without a word
+            raise UnsupportedFeature(SIDE_EFFECTS)
         made: Any = present(self, func, types, args, kwargs)
         first: Any = made[0] if isinstance(made, (tuple, list)) and made else made
         if not isinstance(first, FakeTensor) or first.fake_device.type != "cpu" or _writes_or_views(func):

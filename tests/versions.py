@@ -28,8 +28,8 @@ CORE = [
     for name in (
         "autocast batch_norm calls capture checkpointing checkpoint_modules compile_backend cost_models_measured "
         "cost_models_workspaces "
-        "custom_ops distributed eager_bits emit emit_phases fuzz keep_eager kernel_strides library_models lower measure "
-        "models optimize plan refusals segments supported unit_plans verify"
+        "custom_ops distributed eager_bits emit emit_phases fuzz keep_eager kernel_strides library_models lower "
+        "measure models optimize plan refusals segments supported unit_plans verify"
     ).split()
 ]
 TOOLS = ("pytest", "pytest-xdist", "hypothesis", "transformers")
