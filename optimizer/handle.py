@@ -91,10 +91,10 @@ class Handle:
     @property
     def original(self) -> Callable[..., Any]:
         present = forward_under(self.module, self.replaced)
-        if not isinstance(present, MethodType) or present != self._original:
-            self._original = present
-        # One object for all calls: in torch 2.9 Dynamo guards on the identity of the method that it is given.
-        return self._original
+        last = self._original
+        if last is None or not isinstance(present, MethodType) or present != last:
+            last = self._original = present
+        return last  # one object for all calls: in torch 2.9 Dynamo guards on the identity of a method
 
     @property
     def __func__(self) -> Rebindable:
