@@ -178,6 +178,8 @@ def _calls_as_written() -> Iterator[None]:
     a number. Newer versions have a setting for some of them (`enable_dynamo_decompositions`), none for all.
     """
     methods = {name: method for name in _REWRITTEN_METHODS if (method := vars(TensorVariable).get(f"method_{name}"))}
+    table = vars(TensorVariable).get("tp_methods", {})  # where torch 2.14 looks for them
+    entries = {name: table.pop(name) for name in _REWRITTEN_METHODS if name in table}
     handlers = TorchInGraphFunctionVariable._get_handlers()  # one dictionary, made once
     functions = {f: handlers.pop(f) for f in _REWRITTEN_FUNCTIONS if f in handlers}
     for name in methods:
@@ -186,6 +188,7 @@ def _calls_as_written() -> Iterator[None]:
         yield
     finally:
         handlers.update(functions)
+        table.update(entries)
         for name, method in methods.items():
             setattr(TensorVariable, f"method_{name}", method)
 
