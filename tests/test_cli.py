@@ -34,6 +34,13 @@ def wider():
 def wrong():
     return nn.Linear(2, 2), torch.randn(2, 2)
 
+def loud():
+    import ctypes, os
+    print("from Python")
+    os.write(1, b"from a library\\n")
+    ctypes.CDLL(None).puts(b"from a buffer of C")
+    return build()
+
 def broken():
     raise KeyError("the user's own")
 """
@@ -157,14 +164,23 @@ def test_argparse_uses_the_same_code_for_wrong_usage() -> None:
     assert not issubclass(cli.FactoryError, PlacematError)
 
 
-def test_as_a_module_of_its_own() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "placemat", "show", "none.json"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+def run_module(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "placemat", *command], capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def test_as_a_module_of_its_own() -> None:
+    done = run_module("show", "none.json")
     assert done.returncode == cli.USAGE
     assert done.stdout == ""
     assert "No such file" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the net looks C's library up as POSIX does")
+def test_standard_output_is_the_answer_alone() -> None:
+    done = run_module("plan", "cli_nets:loud", "--budget", "1 GiB", "--json")
+    assert done.returncode == cli.DONE, done.stderr
+    assert json.loads(done.stdout)["budget_bytes"] == 2**30
+    for text in ("from Python", "from a library", "from a buffer of C"):
+        assert text in done.stderr
