@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from placemat.graph.errors import PlacematError, UnsupportedFeature
-from placemat.installed import forward_under
+from placemat.installed import ATTRIBUTE, forward_under
 
 _COUNTER = "num_batches_tracked"
 # Functions that write running statistics without a trace in version counters; positions of mean and variance.
@@ -227,7 +227,7 @@ def apply_checkpointing(model: nn.Module, modules: Iterable[str]) -> nn.Module:
     """
     if isinstance(modules, str):
         raise PlacematError(f"apply_checkpointing(model, modules) takes a list of paths: write [{modules!r}].")
-    if "forward" in model.__dict__ and hasattr(model.__dict__["forward"], "original"):
+    if ATTRIBUTE in model.__dict__:
         raise PlacematError(
             "the model is optimized: a plan recomputes what it has to. Remedy: placemat.restore(model)."
         )
@@ -242,6 +242,7 @@ def apply_checkpointing(model: nn.Module, modules: Iterable[str]) -> nn.Module:
         if isinstance(named[path].__dict__.get("forward"), CheckpointedForward):
             raise PlacematError(f"{path!r} is wrapped already. Remedy: placemat.restore(model) first.")
     _refuse_nested(paths, named)
+    _refuse_optimized(paths, named)
     for path in paths:
         named[path].forward = CheckpointedForward(named[path], path)
     return model
@@ -257,6 +258,31 @@ def _refuse_nested(paths: list[str], named: Mapping[str, nn.Module]) -> None:
                     "run three times. Remedy: name one of them."
                 )
             inside[module] = path
+
+
+def _refuse_optimized(paths: list[str], named: Mapping[str, nn.Module]) -> None:
+    for path in paths:
+        for inner, module in named[path].named_modules(prefix=path):
+            if ATTRIBUTE in module.__dict__:
+                raise PlacematError(
+                    f"{inner!r} is optimized: its plan recomputes what it has to, and wrapping {path!r} would run it "
+                    "again. Remedy: placemat.restore() of that module, or leave it out of the modules to wrap."
+                )
+
+
+def refuse_checkpointed(model: nn.Module) -> None:
+    """Refuse to optimize a model in which modules are wrapped: a plan decides what is recomputed, alone.
+
+    Raises:
+        PlacematError: names a wrapped module.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module.__dict__.get("forward"), CheckpointedForward):
+            raise PlacematError(
+                f"apply_checkpointing wrapped {repr(path) if path else 'this module'}, and a plan decides what is "
+                "recomputed. Remedy: placemat.restore(model) first, of the model that was given to "
+                "apply_checkpointing; plan(), which changes nothing, takes it as it is."
+            )
 
 
 def remove_checkpointing(model: nn.Module) -> bool:

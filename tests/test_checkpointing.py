@@ -221,6 +221,24 @@ def test_a_model_with_wrapped_modules_is_planned_as_it_is_without():
     assert placemat.plan(work.model, None, work.args, **options).fingerprint == plain.fingerprint
 
 
+def test_a_plan_and_checkpointing_are_never_both_there():
+    work = models.transformer(layers=2)
+    plan = placemat.plan(work.model, 2**30, work.args, cost_model=FreeOfWorkspace(), time_limit_s=1)
+    forwards = [module.forward for module in work.model.modules()]
+    apply_checkpointing(work.model, ["blocks.0"])
+    for start in (lambda m: placemat.apply(m, plan), lambda m: placemat.optimize(m, 2**30)):
+        with pytest.raises(PlacematError, match=r"wrapped 'blocks\.0'.*Remedy: placemat\.restore"):
+            start(work.model)
+    with pytest.raises(PlacematError, match="wrapped this module"):
+        placemat.optimize(work.model.blocks[0], 2**30)
+    restore(work.model)
+    assert [module.forward for module in work.model.modules()] == forwards
+    placemat.optimize(work.model.blocks[0], 2**30)
+    with pytest.raises(PlacematError, match=r"'blocks\.0' is optimized.*wrapping 'blocks'"):
+        apply_checkpointing(work.model, ["blocks"])
+    assert apply_checkpointing(work.model, ["blocks.1"]) is work.model
+
+
 def test_autocast_and_functional_batch_norm():
     class Functional(nn.Module):
         def __init__(self) -> None:
