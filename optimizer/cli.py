@@ -9,8 +9,9 @@
 `(model, args)`, `(model, args, kwargs)` or `(model, args, kwargs, loss_fn)` for one training call.
 
 Exit codes: 0 done; 1 the check failed; 2 wrong usage, or a file that cannot be read or written; 3 the budget is below
-the floor; 4 any other refusal of placemat. With --json, standard output is one JSON object, for refusals too.
-Nothing but the answer is written there: what the factory prints goes to standard error.
+the floor; 4 any other refusal of placemat; 5 your factory, model or loss raised an exception of its own. With --json,
+standard output is one JSON object, for refusals too. Nothing but the answer is written there: what the factory prints
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,7 +30,7 @@ from typing import Any
 from placemat import api
 from placemat.compilers import COMPILERS, EAGER
 from placemat.cost_models import CostModel, Roofline, device_spec
-from placemat.factory import Call, FactoryError, load_call
+from placemat.factory import Call, FactoryError, FactoryFailed, load_call
 from placemat.frontier import Frontier
 from placemat.graph.errors import BudgetTooSmall, PlacematError
 from placemat.plan import Plan
@@ -36,7 +38,7 @@ from placemat.report import Report
 from placemat.units import format_bytes
 from placemat.verify import verify
 
-DONE, CHECK_FAILED, USAGE, BUDGET_TOO_SMALL, REFUSED = range(5)
+DONE, CHECK_FAILED, USAGE, BUDGET_TOO_SMALL, REFUSED, USERS_ERROR = range(6)
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,13 @@ def _answer(options: argparse.Namespace) -> _Answer:
         return _refusal(error, REFUSED)
     except (FactoryError, OSError) as error:
         return _refusal(error, USAGE)
+    except FactoryFailed as error:
+        if options.verbose:
+            traceback.print_exception(error.__cause__)
+        return _refusal(error, USERS_ERROR)
+    except Exception as error:  # Python would exit with 1, which says that the check failed
+        traceback.print_exception(error)
+        return _refusal(error, USERS_ERROR)
 
 
 def _parser() -> argparse.ArgumentParser:

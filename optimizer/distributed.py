@@ -142,8 +142,8 @@ def optimize_units(
             with the plans took more than the budget.
         ConstraintError: `units` matches no module, or modules inside each other.
         RanksDisagree: ranks have other units, or one does not answer.
-        PlacematError: there are no units, one of them is optimized, `apply_checkpointing` wrapped something in the model,
-            or a profiler is running.
+        PlacematError: there are no units, one of them is optimized, `apply_checkpointing` wrapped something in the
+            model, or a profiler is running.
     """
     if not isinstance(model, nn.Module):
         raise PlacematError(f"expected a torch.nn.Module, got {type(model).__name__}.")
