@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from placemat import api
-from placemat.calls import call_difference, describe_call, module_digest
+from placemat.call_differences import call_difference
+from placemat.calls import describe_call, module_digest
 from placemat.checkpointing import refuse_checkpointed
 from placemat.constraints import parse_patterns
 from placemat.cost_models.custom import CostModelLike
