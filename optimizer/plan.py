@@ -67,7 +67,7 @@ class Plan:
         reserved_bytes: what the user declared beside the graph (optimizer state, communication buffers).
         static_bytes: category -> bytes that are alive during the whole step whatever the plan.
         floor_bytes, floor_proven: smallest peak that was found, and whether there is provably none below in its family.
-        keep_everything_bytes: peak without any recomputation.
+        keep_everything_bytes: peak of planned code without any recomputation; eager's may be another.
         predicted_peak_bytes, breakdown: peak of this plan, and its bytes by category, which add up to it.
         peak_op, peak_source: the op that runs when the peak is reached, and the user's source line of it.
         forward_backward_seconds: one step without recomputation.
@@ -81,7 +81,7 @@ class Plan:
         schedule: the steps.
         decisions: what happens to each value, and why.
         notes: remarks of capture and planning.
-        options: what the plan was asked for with, as JSON values (tuples become lists).
+        options: what the plan was asked for with, as JSON values (tuples become lists); and the floor's lower bound.
     """
 
     budget_bytes: int
