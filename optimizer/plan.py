@@ -155,10 +155,11 @@ class Plan:
         """What happens to the results of some ops, why, and what the other choice would cost in bytes and milliseconds.
 
         The cost is the referee's for this schedule with the other choice for one op, all else as it is; it says if the
-        budget would be broken.
+        budget would be broken. For several ops the cost of all together comes first.
 
         Args:
-            name: an op, a value, an operator ("aten.mm"), a module (with those inside) or a source line ("net.py:12").
+            name: an op, a value, an operator ("aten.mm") or a module (with those inside), with the wildcards of `keep=`
+                ("layers.*.attention"); or a source line ("net.py:12").
 
         Raises:
             PlacematError: no decision is about `name`.
