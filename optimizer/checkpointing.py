@@ -16,6 +16,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -216,10 +217,11 @@ def apply_checkpointing(model: nn.Module, modules: Iterable[str]) -> nn.Module:
 
     Args:
         model: runs eagerly; `forward` of each named submodule is replaced on the instance.
-        modules: paths as in `model.named_modules()`, or what `Plan.checkpoint_modules` returned.
+        modules: paths as in `model.named_modules()`, or what `Plan.checkpoint_modules` returned. With the wildcards of
+            `keep=`, such as "blocks.*": the outermost modules that match.
 
     Raises:
-        PlacematError: a path names no submodule, one is inside another or named twice, or something is wrapped or
+        PlacematError: a path matches no submodule, one is inside another or named twice, or something is wrapped or
             optimized already. Nothing is changed then.
         UnsupportedFeature: when the model runs: a wrapped forward overwrites its arguments, its parameters or buffers
             other than statistics of normalisation layers, or calls rrelu; or what it reads was changed before its
@@ -231,14 +233,9 @@ def apply_checkpointing(model: nn.Module, modules: Iterable[str]) -> nn.Module:
         raise PlacematError(
             "the model is optimized: a plan recomputes what it has to. Remedy: placemat.restore(model)."
         )
-    paths = list(modules)
     named = dict(model.named_modules(remove_duplicate=False))
+    paths = [path for entry in modules for path in _matching(model, named, entry)]
     for path in paths:
-        if path not in named or not path:
-            raise PlacematError(
-                f"{path!r} names no submodule. Remedy: a path as in model.named_modules(); there are, among others: "
-                f"{', '.join([p for p in named if p][:8]) or 'none'}."
-            )
         if isinstance(named[path].__dict__.get("forward"), CheckpointedForward):
             raise PlacematError(f"{path!r} is wrapped already. Remedy: placemat.restore(model) first.")
     _refuse_nested(paths, named)
@@ -246,6 +243,19 @@ def apply_checkpointing(model: nn.Module, modules: Iterable[str]) -> nn.Module:
     for path in paths:
         named[path].forward = CheckpointedForward(named[path], path)
     return model
+
+
+def _matching(model: nn.Module, named: Mapping[str, nn.Module], entry: str) -> list[str]:
+    """A path itself, or the outermost ones that a pattern matches."""
+    if entry in named and entry:
+        return [entry]
+    matching = [path for path, _ in model.named_modules() if path and fnmatchcase(path, entry)]
+    if not matching:
+        raise PlacematError(
+            f"{entry!r} names no submodule. Remedy: a path as in model.named_modules(), with * as a wildcard; there "
+            f"are, among others: {', '.join([path for path in named if path][:8]) or 'none'}."
+        )
+    return [path for path in matching if not any(path.startswith(f"{outer}.") for outer in matching)]
 
 
 def _refuse_nested(paths: list[str], named: Mapping[str, nn.Module]) -> None:

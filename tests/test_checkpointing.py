@@ -213,6 +213,20 @@ def test_wrong_paths_change_nothing():
         apply_checkpointing(model, ["1"])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "paths"),
+    [
+        ("blocks.*", ["blocks.0", "blocks.1"]),
+        ("*.1", ["blocks.0.mlp.1", "blocks.1"]),
+        ("blocks.[1]", ["blocks.1"]),
+    ],
+)
+def test_patterns_name_the_outermost_modules(pattern, paths):
+    model = models.transformer(layers=2).model
+    apply_checkpointing(model, [pattern])
+    assert [path for path, module in model.named_modules() if "forward" in module.__dict__] == paths
+
+
 def test_a_model_with_wrapped_modules_is_planned_as_it_is_without():
     work = models.transformer(layers=1)
     options = {"budget_fraction": 1.0, "cost_model": FreeOfWorkspace(), "time_limit_s": 1}
