@@ -103,6 +103,9 @@ def _tensor_remedy(name: str, planned: str, given: str) -> str | None:
         return None
     if was[1] != present[1]:
         return f"give {name} as torch.{was[1]}"
-    if was[2] != present[2]:
+    if was[2] == present[2]:
+        return None
+    sizes, others = ([int(size) for size in re.findall(r"\d+", text)] for text in (was[2], present[2]))
+    if sizes[1:] == others[1:] and others[:1] < sizes[:1]:
         return "a DataLoader's last, smaller batch goes away with drop_last=True"
-    return None
+    return f"give {name} the planned shape, as padding to one length does"

@@ -78,7 +78,7 @@ def limit_rows(plan: Plan) -> list[tuple[str, ...]]:
         (
             "keep everything",
             format_bytes(plan.keep_everything_bytes),
-            f"peak of planned code without recomputation{asked}; eager's differs",
+            f"peak of planned code without recomputation{asked}; eager's may differ",
         ),
     ]
 

@@ -82,7 +82,13 @@ def applied() -> nn.Module:
     [
         (X, True, True, r"autocast on cpu is bfloat16 \(planned: off\)\. Remedy: the torch\.autocast that"),
         (X, False, False, r"modules in training is 0 of 4 \(planned: 4 of 4\)\. Remedy: model\.train\(\) or"),
-        (X.repeat(4, 1, 1), False, True, r"argument input is float32 \(8, 4, 8\).*Remedy: a DataLoader's last"),
+        (X[:1], False, True, r"argument input is float32 \(1, 4, 8\).*Remedy: a DataLoader's last"),
+        (
+            X[:, :3],
+            False,
+            True,
+            r"argument input is float32 \(2, 3, 8\).*Remedy: give argument input the planned shape",
+        ),
         (X.double(), False, True, r"argument input is float64.*Remedy: give argument input as torch\.float32; plan"),
     ],
 )
@@ -93,7 +99,7 @@ def test_call_that_an_applied_plan_is_not_for_gets_the_remedy_that_fits(applied,
     message = str(caught.value)
     assert re.match(r"This call is not one that was planned", message)
     assert re.search(words, message)
-    assert ("drop_last" in message) == (len(x) != len(X))
+    assert ("drop_last" in message) == (len(x) < len(X))
     assert "graph" not in message or x.dtype == torch.float64  # a double meets float weights: there is no graph at all
 
 

@@ -254,7 +254,7 @@ backward): parameters, buffers, inputs, gradients, outputs, activations, tempora
 floor            30.0 KiB  proven for the solved family
 predicted peak   37.9 KiB  2.1 KiB below the budget
 budget           40.0 KiB
-keep everything  48.0 KiB  peak of planned code without recomputation; eager's differs
+keep everything  48.0 KiB  peak of planned code without recomputation; eager's may differ
 
 at the peak     bytes  share
 parameters   11.0 KiB  29.1%
