@@ -10,6 +10,7 @@ import contextlib
 import gc
 import itertools
 import re
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -335,7 +336,7 @@ def first_line(error: BaseException) -> str:
 def explanation(error: BaseException) -> str:
     """What PyTorch says of an error before it lists frames, on one line."""
     lines = itertools.takewhile(lambda line: not line.startswith("from user code"), _text_lines(error))
-    return " ".join(itertools.islice(lines, 6))[:600]
+    return textwrap.shorten(" ".join(itertools.islice(lines, 6)), 600, placeholder=" ...")
 
 
 def _text_lines(error: BaseException) -> Iterator[str]:

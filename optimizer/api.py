@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from placemat.calls import module_digest, the_device
-from placemat.checkpointing import remove_checkpointing
+from placemat.checkpointing import refuse_checkpointed, remove_checkpointing
 from placemat.compilers import EAGER, check_compiler, compiler_for, refuse_compiled
 from placemat.constraints import parse_constraints, parse_patterns
 from placemat.cost_models import CostModel, default_cost_model
@@ -97,7 +97,8 @@ def optimize(
         BudgetTooSmall: with the smallest budget, its decomposition, the op that binds and its source line.
         CaptureError: the forward is not one graph; names the user's file and line.
         UnsupportedFeature, SolverFailed: see their messages.
-        PlacematError: the budget or `segments` is no size, or there is no such compiler.
+        PlacematError: the budget or `segments` is no size, there is no such compiler, or `apply_checkpointing` wrapped
+            something in the model.
     """
     planner = make_planner(
         model,
@@ -118,6 +119,7 @@ def optimize(
         progress=progress,
         compiler=compiler,
     )
+    refuse_checkpointed(model)
     handle = Handle(model, planner, compiler)
     if example_args is not None or example_kwargs is not None:
         args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
@@ -253,7 +255,8 @@ def apply(model: nn.Module, plan: Plan, *, compiler: str | None = None) -> nn.Mo
         compiler: what runs the planned steps, see `optimize`; None is the one that the plan was made for.
 
     Raises:
-        PlacematError, UnsupportedFeature: there is no such compiler, or it cannot take this model or this plan.
+        PlacematError, UnsupportedFeature: there is no such compiler, or it cannot take this model or this plan; or
+            `apply_checkpointing` wrapped something in the model.
         PlanMismatch: the module's parameters are not those that the plan is for. Whether the graph and the shapes are
             is seen at the first training call, which raises PlanMismatch too if they are not.
         UnsupportedFeature: the module is, or has in it, a wrapper for several devices or processes.
@@ -261,6 +264,7 @@ def apply(model: nn.Module, plan: Plan, *, compiler: str | None = None) -> nn.Mo
     if not isinstance(model, nn.Module) or not isinstance(plan, Plan):
         raise PlacematError(f"apply(model, plan) got {type(model).__name__} and {type(plan).__name__}.")
     refuse_compiled(model)
+    refuse_checkpointed(model)
     refuse_parallel(model, is_called=False)
     digest = module_digest(model)
     if digest != plan.module_digest:

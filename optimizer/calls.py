@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -84,28 +84,3 @@ def _describe_leaf(leaf: object) -> str:
         return f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)} on {leaf.device}{layout}{gradient}"
     is_plain = leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype, torch.device))
     return repr(leaf) if is_plain else type(leaf).__name__
-
-
-def call_difference(planned: Iterable[Mapping[str, str]], call: Mapping[str, str]) -> str:
-    """How a call differs from the one of the planned calls that is most like it; "" if nothing is planned."""
-    differences = [_differences(each, call) for each in planned]
-    if not differences:
-        return ""
-    found = min(differences, key=len)
-    if not found:
-        return (
-            "Its arguments and modes are those of a call that was planned: Python state outside of them changed what "
-            "the forward does."
-        )
-    return f"This call is not one that was planned; from the nearest of those it differs in: {'; '.join(found)}."
-
-
-def _differences(planned: Mapping[str, str], call: Mapping[str, str]) -> list[str]:
-    gone = [f"{name} is not given (planned: {text})" for name, text in planned.items() if name not in call]
-    extra = [f"{name} is extra ({text})" for name, text in call.items() if name not in planned]
-    changed = [
-        f"{name} is {text} (planned: {planned[name]})"
-        for name, text in call.items()
-        if name in planned and planned[name] != text
-    ]
-    return gone + extra + changed

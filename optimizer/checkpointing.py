@@ -16,6 +16,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from placemat.graph.errors import PlacematError, UnsupportedFeature
-from placemat.installed import forward_under
+from placemat.installed import ATTRIBUTE, forward_under
 
 _COUNTER = "num_batches_tracked"
 # Functions that write running statistics without a trace in version counters; positions of mean and variance.
@@ -216,10 +217,11 @@ def apply_checkpointing(model: nn.Module, modules: Iterable[str]) -> nn.Module:
 
     Args:
         model: runs eagerly; `forward` of each named submodule is replaced on the instance.
-        modules: paths as in `model.named_modules()`, or what `Plan.checkpoint_modules` returned.
+        modules: paths as in `model.named_modules()`, or what `Plan.checkpoint_modules` returned. With the wildcards of
+            `keep=`, such as "blocks.*": the outermost modules that match.
 
     Raises:
-        PlacematError: a path names no submodule, one is inside another or named twice, or something is wrapped or
+        PlacematError: a path matches no submodule, one is inside another or named twice, or something is wrapped or
             optimized already. Nothing is changed then.
         UnsupportedFeature: when the model runs: a wrapped forward overwrites its arguments, its parameters or buffers
             other than statistics of normalisation layers, or calls rrelu; or what it reads was changed before its
@@ -227,24 +229,33 @@ def apply_checkpointing(model: nn.Module, modules: Iterable[str]) -> nn.Module:
     """
     if isinstance(modules, str):
         raise PlacematError(f"apply_checkpointing(model, modules) takes a list of paths: write [{modules!r}].")
-    if "forward" in model.__dict__ and hasattr(model.__dict__["forward"], "original"):
+    if ATTRIBUTE in model.__dict__:
         raise PlacematError(
             "the model is optimized: a plan recomputes what it has to. Remedy: placemat.restore(model)."
         )
-    paths = list(modules)
     named = dict(model.named_modules(remove_duplicate=False))
+    paths = [path for entry in modules for path in _matching(model, named, entry)]
     for path in paths:
-        if path not in named or not path:
-            raise PlacematError(
-                f"{path!r} names no submodule. Remedy: a path as in model.named_modules(); there are, among others: "
-                f"{', '.join([p for p in named if p][:8]) or 'none'}."
-            )
         if isinstance(named[path].__dict__.get("forward"), CheckpointedForward):
             raise PlacematError(f"{path!r} is wrapped already. Remedy: placemat.restore(model) first.")
     _refuse_nested(paths, named)
+    _refuse_optimized(paths, named)
     for path in paths:
         named[path].forward = CheckpointedForward(named[path], path)
     return model
+
+
+def _matching(model: nn.Module, named: Mapping[str, nn.Module], entry: str) -> list[str]:
+    """A path itself, or the outermost ones that a pattern matches."""
+    if entry in named and entry:
+        return [entry]
+    matching = [path for path, _ in model.named_modules() if path and fnmatchcase(path, entry)]
+    if not matching:
+        raise PlacematError(
+            f"{entry!r} names no submodule. Remedy: a path as in model.named_modules(), with * as a wildcard; there "
+            f"are, among others: {', '.join([path for path in named if path][:8]) or 'none'}."
+        )
+    return [path for path in matching if not any(path.startswith(f"{outer}.") for outer in matching)]
 
 
 def _refuse_nested(paths: list[str], named: Mapping[str, nn.Module]) -> None:
@@ -257,6 +268,31 @@ def _refuse_nested(paths: list[str], named: Mapping[str, nn.Module]) -> None:
                     "run three times. Remedy: name one of them."
                 )
             inside[module] = path
+
+
+def _refuse_optimized(paths: list[str], named: Mapping[str, nn.Module]) -> None:
+    for path in paths:
+        for inner, module in named[path].named_modules(prefix=path):
+            if ATTRIBUTE in module.__dict__:
+                raise PlacematError(
+                    f"{inner!r} is optimized: its plan recomputes what it has to, and wrapping {path!r} would run it "
+                    "again. Remedy: placemat.restore() of that module, or leave it out of the modules to wrap."
+                )
+
+
+def refuse_checkpointed(model: nn.Module) -> None:
+    """Refuse to optimize a model in which modules are wrapped: a plan decides what is recomputed, alone.
+
+    Raises:
+        PlacematError: names a wrapped module.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module.__dict__.get("forward"), CheckpointedForward):
+            raise PlacematError(
+                f"apply_checkpointing wrapped {repr(path) if path else 'this module'}, and a plan decides what is "
+                "recomputed. Remedy: placemat.restore(model) first, of the model that was given to "
+                "apply_checkpointing; plan(), which changes nothing, takes it as it is."
+            )
 
 
 def remove_checkpointing(model: nn.Module) -> bool:

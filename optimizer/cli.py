@@ -9,24 +9,28 @@
 `(model, args)`, `(model, args, kwargs)` or `(model, args, kwargs, loss_fn)` for one training call.
 
 Exit codes: 0 done; 1 the check failed; 2 wrong usage, or a file that cannot be read or written; 3 the budget is below
-the floor; 4 any other refusal of placemat. With --json, standard output is one JSON object, for refusals too.
+the floor; 4 any other refusal of placemat; 5 your factory, model or loss raised an exception of its own. With --json,
+standard output is one JSON object, for refusals too. Nothing but the answer is written there: what the factory prints
+goes to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from placemat import api
 from placemat.compilers import COMPILERS, EAGER
 from placemat.cost_models import CostModel, Roofline, device_spec
-from placemat.factory import Call, FactoryError, load_call
+from placemat.factory import Call, FactoryError, FactoryFailed, load_call
 from placemat.frontier import Frontier
 from placemat.graph.errors import BudgetTooSmall, PlacematError
 from placemat.plan import Plan
@@ -34,7 +38,16 @@ from placemat.report import Report
 from placemat.units import format_bytes
 from placemat.verify import verify
 
-DONE, CHECK_FAILED, USAGE, BUDGET_TOO_SMALL, REFUSED = range(5)
+DONE, CHECK_FAILED, USAGE, BUDGET_TOO_SMALL, REFUSED, USERS_ERROR = range(6)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a command has to say: as text for people, as an object for --json; and the exit code."""
+
+    text: str
+    content: dict[str, Any]
+    code: int = DONE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,20 +55,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.verbose:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    command = {"plan": _plan, "show": _show, "frontier": _frontier, "check": _check}[options.command]
+    answer = _answer(options)
+    is_refusal = answer.code not in (DONE, CHECK_FAILED)
     try:
-        code: int = command(options)
+        if options.json:
+            print(json.dumps(answer.content, indent=1))
+        else:
+            print(answer.text, file=sys.stderr if is_refusal else sys.stdout)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return DONE
+    return answer.code
+
+
+def _answer(options: argparse.Namespace) -> _Answer:
+    command = {"plan": _plan, "show": _show, "frontier": _frontier, "check": _check}[options.command]
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return command(options)
     except BudgetTooSmall as error:
-        return _refuse(options, error, BUDGET_TOO_SMALL, minimum_budget_bytes=error.minimum_budget_bytes)
+        return _refusal(error, BUDGET_TOO_SMALL, minimum_budget_bytes=error.minimum_budget_bytes)
     except PlacematError as error:
-        return _refuse(options, error, REFUSED)
+        return _refusal(error, REFUSED)
     except (FactoryError, OSError) as error:
-        return _refuse(options, error, USAGE)
-    return code
+        return _refusal(error, USAGE)
+    except FactoryFailed as error:
+        if options.verbose:
+            traceback.print_exception(error.__cause__)
+        return _refusal(error, USERS_ERROR)
+    except Exception as error:  # Python would exit with 1, which says that the check failed
+        traceback.print_exception(error)
+        return _refusal(error, USERS_ERROR)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> _Answer:
     call = load_call(options.model, options.device)
     plan = api.plan(
         call.model,
@@ -118,11 +149,10 @@ def _plan(options: argparse.Namespace) -> int:
     )
     if options.out is not None:
         plan.save(options.out)
-    _print(options, str(plan), _figures(plan))
-    return DONE
+    return _Answer(str(plan), _figures(plan))
 
 
-def _show(options: argparse.Namespace) -> int:
+def _show(options: argparse.Namespace) -> _Answer:
     plan = Plan.load(options.plan)
     texts = []
     if options.explain is not None:
@@ -137,20 +167,18 @@ def _show(options: argparse.Namespace) -> int:
         plan.plot().savefig(options.plot, dpi=120)
     if options.plot_graph is not None:
         plan.plot_graph().savefig(options.plot_graph, dpi=120)
-    _print(options, "\n\n".join(texts or [str(plan)]), {**_figures(plan), "texts": texts})
-    return DONE
+    return _Answer("\n\n".join(texts or [str(plan)]), {**_figures(plan), "texts": texts})
 
 
-def _frontier(options: argparse.Namespace) -> int:
+def _frontier(options: argparse.Namespace) -> _Answer:
     call = load_call(options.model, options.device)
     curve = api.frontier(call.model, call.args, call.kwargs, points=options.points, **_planning(options, call))
     if options.plot is not None:
         curve.plot().savefig(options.plot, dpi=120)
-    _print(options, repr(curve), {"points": _points(curve)})
-    return DONE
+    return _Answer(repr(curve), {"points": _points(curve)})
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> _Answer:
     plan = Plan.load(options.plan)
     call = load_call(options.model, options.device)
     model = api.apply(call.model, plan)
@@ -162,8 +190,7 @@ def _check(options: argparse.Namespace) -> int:
         f"{format_bytes(plan.predicted_peak_bytes - plan.reserved_bytes)}; budget {format_bytes(plan.budget_bytes)} "
         f"with {format_bytes(plan.reserved_bytes)} reserved: {'holds' if fits else 'BROKEN'}"
     )
-    _print(options, text, _outcome(report, plan, peak_bytes, fits))
-    return DONE if report.ok and fits else CHECK_FAILED
+    return _Answer(text, _outcome(report, plan, peak_bytes, fits), DONE if report.ok and fits else CHECK_FAILED)
 
 
 def _planning(options: argparse.Namespace, call: Call) -> dict[str, Any]:
@@ -210,13 +237,6 @@ def _outcome(report: Report, plan: Plan, peak_bytes: int, fits: bool) -> dict[st
     }
 
 
-def _print(options: argparse.Namespace, text: str, content: dict[str, Any]) -> None:
-    print(json.dumps(content, indent=1) if options.json else text)
-
-
-def _refuse(options: argparse.Namespace, error: Exception, code: int, **more: Any) -> int:
-    if options.json:
-        print(json.dumps({"error": type(error).__name__, "message": str(error), "exit_code": code, **more}, indent=1))
-    else:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-    return code
+def _refusal(error: Exception, code: int, **more: Any) -> _Answer:
+    name = type(error).__name__
+    return _Answer(f"{name}: {error}", {"error": name, "message": str(error), "exit_code": code, **more}, code)

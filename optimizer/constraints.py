@@ -155,7 +155,9 @@ def _read_again(graph: OpGraph) -> set[int]:
 def _select(graph: OpGraph, argument: str, entry: str) -> _Selection:
     """What an entry matches: modules, or else operators and ops."""
     candidates = [op for op in graph.ops if op.phase == "forward" and not op.target.startswith("placemat.")]
-    inside = [op.index for op in candidates if any(fnmatchcase(path, entry) for path in _ancestors(op.module_path))]
+    inside = [
+        op.index for op in candidates if any(fnmatchcase(path, entry) for path in module_ancestors(op.module_path))
+    ]
     named = [op.index for op in candidates if any(fnmatchcase(name, entry) for name in _names(op))]
     if not inside and not named:
         raise _no_match(candidates, argument, entry)
@@ -168,7 +170,7 @@ def _names(op: Op) -> tuple[str, str, str]:
     return op.name, op.target, op.target.rpartition(".")[0]
 
 
-def _ancestors(path: str) -> list[str]:
+def module_ancestors(path: str) -> list[str]:
     """ "h", "h.3" and "h.3.mlp" of "h.3.mlp"; "" of the root."""
     parts = path.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -177,7 +179,7 @@ def _ancestors(path: str) -> list[str]:
 def _no_match(candidates: Sequence[Op], argument: str, entry: str) -> ConstraintError:
     names: dict[str, None] = {}
     for op in candidates:
-        names.update(dict.fromkeys([*_ancestors(op.module_path), op.target.rpartition(".")[0], op.name]))
+        names.update(dict.fromkeys([*module_ancestors(op.module_path), op.target.rpartition(".")[0], op.name]))
     names.pop("", None)
     close = difflib.get_close_matches(entry, names, _MOST_SUGGESTIONS, _SIMILAR) or list(names)[:_MOST_SUGGESTIONS]
     return ConstraintError(

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from placemat import api
-from placemat.calls import call_difference, describe_call, module_digest
+from placemat.call_differences import call_difference
+from placemat.calls import describe_call, module_digest
+from placemat.checkpointing import refuse_checkpointed
 from placemat.constraints import parse_patterns
 from placemat.cost_models.custom import CostModelLike
 from placemat.graph.allocator import GRANULARITY_BYTES, allocated_bytes
@@ -141,7 +143,8 @@ def optimize_units(
             with the plans took more than the budget.
         ConstraintError: `units` matches no module, or modules inside each other.
         RanksDisagree: ranks have other units, or one does not answer.
-        PlacematError: there are no units, one of them is optimized, or a profiler is running.
+        PlacematError: there are no units, one of them is optimized, `apply_checkpointing` wrapped something in the
+            model, or a profiler is running.
     """
     if not isinstance(model, nn.Module):
         raise PlacematError(f"expected a torch.nn.Module, got {type(model).__name__}.")
@@ -149,6 +152,7 @@ def optimize_units(
         raise PlacematError("optimize_units() needs example inputs. Remedy: pass the arguments of one training call.")
     args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
     found = find_units(model, parse_units(units))
+    refuse_checkpointed(model)
     planner = api.make_planner(
         next(iter(found.values())),
         args,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from placemat.alternative import Alternative, keep_instead, recompute_instead
+from placemat.constraints import module_ancestors
 from placemat.graph.errors import PlacematError
 from placemat.labels import location, shape_text, short_source
 from placemat.replay import may_be_dropped
@@ -27,13 +29,14 @@ def explain(plan: Plan, name: str) -> str:
         ((op, decisions),) = ops.items()
         return "\n".join([*lines, *_op_lines(plan, op, decisions)])
     wanted = {op: listed for op, listed in ops.items() if any(d.kept or d.recomputed for d in listed)}
+    lines.extend(_together(plan, wanted))
     for op in sorted(sorted(wanted, key=lambda op: -sum(d.bytes for d in ops[op]))[:_MAX_OPS]):
         lines.extend(_op_lines(plan, op, wanted[op]))
     if len(wanted) > _MAX_OPS:
         lines.append(f"{len(wanted) - _MAX_OPS} ops with fewer bytes are left out: ask for a module further inside.")
     if freed := [plan.problem.ops[op].name for op in ops if op not in wanted]:
         lines.append(f"freed, since nobody needs their results in backward: {', '.join(freed)}")
-    return "\n".join([*lines, *_together(plan, wanted)])
+    return "\n".join(lines)
 
 
 def fate(decision: Decision) -> str:
@@ -44,17 +47,25 @@ def fate(decision: Decision) -> str:
 
 def _ops_about(plan: Plan, name: str) -> dict[int, list[Decision]]:
     """Op index -> decisions about its results, for every op that `name` means."""
-    ops: dict[int, list[Decision]] = {}
-    for decision in plan.decisions:
-        if _is_about(decision, name):
-            ops.setdefault(plan.problem.values[decision.index].producer, []).append(decision)
-    if not ops:
+    about = (
+        [d for d in plan.decisions if _is_about(d, name)]
+        or [d for d in plan.decisions if any(fnmatchcase(path, name) for path in module_ancestors(d.module_path))]
+        or [d for d in plan.decisions if any(fnmatchcase(text, name) for text in _names(d))]
+    )
+    if not about or not name:
         modules = ", ".join(list(dict.fromkeys(block_of(d) for d in plan.decisions))[:8])
         raise PlacematError(
-            f"no decision is about {name!r}. Give the name of an op, a value, an operator (aten.mm), a source line "
-            f"(net.py:12) or a module, such as {modules}."
+            f"no decision is about {name!r}. Give the name of an op, a value, an operator (aten.mm) or a module, "
+            f"with * as a wildcard, or a source line (net.py:12). There are, among others, the modules {modules}."
         )
+    ops: dict[int, list[Decision]] = {}
+    for decision in about:
+        ops.setdefault(plan.problem.values[decision.index].producer, []).append(decision)
     return ops
+
+
+def _names(decision: Decision) -> tuple[str, ...]:
+    return decision.value, decision.op, decision.target, decision.target.rpartition(".")[0]
 
 
 def _is_about(decision: Decision, name: str) -> bool:

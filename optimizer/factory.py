@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from placemat.graph.capture import user_frame
+from placemat.graph.errors import PlacematError
+from placemat.graph.sources import is_library_file, shown_file
+
 
 class FactoryError(Exception):
     """What was named gives no model and call; the message says what was wanted."""
+
+
+class FactoryFailed(Exception):
+    """The user's code raised, while its module was imported or when it was called; the message says where."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +47,11 @@ def load_call(name: str, device: str | None = None) -> Call:
 
     Raises:
         FactoryError: there is no such callable, it returns something else, or there is no such device.
+        FactoryFailed: the user's code raised something; from that exception.
+        PlacematError: the user's code raised it.
     """
-    call = _checked(name, _factory(name)())
+    factory = _users(name, lambda: _factory(name))
+    call = _checked(name, _users(name, factory))
     if device is None:
         return call
     try:
@@ -47,6 +60,24 @@ def load_call(name: str, device: str | None = None) -> Call:
         raise FactoryError(f"--device {device!r} is no device: {str(error).splitlines()[0]}") from None
     args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), (call.args, call.kwargs))
     return Call(call.model.to(place), args, kwargs, call.loss_fn)
+
+
+def _users(name: str, run: Callable[[], Any]) -> Any:
+    """What the user's code returns. It may raise whatever it likes: nothing but its name and line are known of that."""
+    try:
+        return run()
+    except (FactoryError, PlacematError):
+        raise
+    except Exception as error:
+        raise FactoryFailed(f"{name} raised {type(error).__name__}: {error}. At {_users_line(error)}.") from error
+
+
+def _users_line(error: Exception) -> str:
+    """ "nets.py:12, in build: code" of the deepest frame in the user's own files; the line that does not compile."""
+    if isinstance(error, SyntaxError) and error.filename is not None:
+        return f"{shown_file(error.filename)}:{error.lineno}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library_file(f.filename)]
+    return user_frame([f for f in frames if f"{os.sep}site-packages{os.sep}" not in f.filename] or frames)
 
 
 def _factory(name: str) -> Callable[[], Any]:

@@ -79,7 +79,10 @@ class Frontier:
         return frontier_table(self.points)
 
     def plot(self, peers: Mapping[str, Sequence[tuple[int, float]]] | None = None, axes: Axes | None = None) -> Figure:
-        """Overhead and its lower bound over the budget, beside what people do by hand (priced by the referee).
+        """Overhead over the peak, beside what people do by hand (priced by the referee).
+
+        Each plan is a mark at its own peak, as peers are. The line is the cheapest one that fits, the dotted line under
+        it what no plan within such a budget goes below.
 
         Args:
             peers: name -> points (peak bytes, overhead as a fraction) of other tools, to draw beside.

@@ -20,14 +20,15 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from placemat.backend import Backend
-from placemat.calls import call_difference, describe_call, is_trainable
+from placemat.call_differences import call_difference, foreign_call, foreign_graph
+from placemat.calls import describe_call, is_trainable
 from placemat.compilers import COMPILERS, EAGER, refuse_kept
 from placemat.gradient_watch import GradientWatch
 from placemat.graph import torch_private
 from placemat.graph.autocast import is_inside_region
 from placemat.graph.capture import Interrupt, capture, make_entry, reported
 from placemat.graph.eager_modules import KeptModules
-from placemat.graph.errors import PlacematError, PlanMismatch, UnsupportedFeature
+from placemat.graph.errors import CaptureError, PlacematError, PlanMismatch, UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
 from placemat.installed import Rebindable, forward_under
@@ -50,7 +51,11 @@ _own_compilation = torch.compiler.disable(
 
 
 class _Unplanned(Interrupt):
-    """The graph that is being compiled has no plan yet."""
+    """The graph of this fingerprint, which is being compiled, has no plan."""
+
+    def __init__(self, fingerprint: str) -> None:
+        super().__init__(fingerprint)
+        self.fingerprint = fingerprint
 
 
 class Handle:
@@ -171,12 +176,23 @@ class Handle:
         """Let a refusal say how the call differs from those that were planned."""
         try:
             yield
-        except PlacematError as error:
-            planned = [plan.options["call"] for plan in self.plans.values()]
-            difference = call_difference(planned, describe_call(self.module, self.original, args, kwargs))
-            parts = (difference, str(error)) if isinstance(error, PlanMismatch) else (str(error), difference)
-            error.args = (" ".join(filter(None, parts)),)
+        except PlanMismatch:  # says so already
             raise
+        except PlacematError as error:
+            call = describe_call(self.module, self.original, args, kwargs)
+            if isinstance(error, CaptureError) and self.planner is None:
+                if (foreign := foreign_call(self._given_plan, call, error)) is not None:
+                    raise foreign from error
+                raise
+            difference = call_difference([plan.options["call"] for plan in self.plans.values()], call)
+            error.args = (" ".join(filter(None, (str(error), difference))),)
+            raise
+
+    @property
+    def _given_plan(self) -> Plan:
+        """The one plan of a handle without a planner."""
+        (plan,) = self.plans.values()
+        return plan
 
     def _decide(self, args: Any, kwargs: Any) -> bool:
         """Whether the original forward serves this kind of call; plans for it if nothing is known yet."""
@@ -184,10 +200,12 @@ class Handle:
         if not is_trainable(self.module, args, kwargs):
             return True
         if self.planner is None:
-            (plan,) = self.plans.values()
-            if self._runs_original(plan):
-                _check_fingerprint(plan, capture(self.original, args, kwargs, self.kept).fingerprint)
-            return self._runs_original(plan)
+            is_original = self._runs_original(self._given_plan)
+            if is_original:
+                fingerprint = capture(self.original, args, kwargs, self.kept).fingerprint
+                if fingerprint != self._given_plan.fingerprint:
+                    raise self._foreign(args, kwargs, fingerprint)
+            return is_original
         plan = self.planner.plan(self.module, self.original, args, kwargs, self.kept, known=self.plans)
         if plan.fingerprint not in self.plans and self.plans:
             log.warning("placemat: new input shapes or flags, planned again under the same budget: %r", plan)
@@ -199,13 +217,18 @@ class Handle:
         self._gradients.before_forward()
         try:
             return self._run_compiled(args, kwargs)
-        except _Unplanned:  # Python state outside the arguments has changed what the forward does
+        except _Unplanned as unplanned:  # Python state outside the arguments has changed what the forward does
+            if self.planner is None:
+                raise self._foreign(args, kwargs, unplanned.fingerprint) from None
             with self._compared(args, kwargs):
                 self._decisions[key] = self._decide(args, kwargs)
-        except PlanMismatch:
+        except CaptureError:
             with self._compared(args, kwargs):
                 raise
         return self.original(*args, **kwargs) if self._decisions[key] else self._run_compiled(args, kwargs)
+
+    def _foreign(self, args: Any, kwargs: Any, fingerprint: str) -> PlanMismatch:
+        return foreign_graph(self._given_plan, describe_call(self.module, self.original, args, kwargs), fingerprint)
 
     def _run_compiled(self, args: Any, kwargs: Any) -> Any:
         runs, compilations = self._backend.runs, self._backend.compilations
@@ -229,11 +252,8 @@ class Handle:
     def schedule_for(self, joint: JointGraph) -> tuple[Lowering, Schedule]:
         """The plan of a graph that is being compiled."""
         plan = self.plans.get(joint.fingerprint)
-        if plan is None and self.planner is None:
-            (given,) = self.plans.values()
-            _check_fingerprint(given, joint.fingerprint)
         if plan is None:
-            raise _Unplanned
+            raise _Unplanned(joint.fingerprint)
         return relower(joint, plan), plan.schedule
 
 
@@ -257,17 +277,6 @@ def _weak_refusal(handle: Handle) -> Callable[[fx.GraphModule], None]:
         alive.kept.refuse_shared(graph_module)
 
     return refuse_shared
-
-
-def _check_fingerprint(plan: Plan, fingerprint: str) -> None:
-    if plan.fingerprint != fingerprint:
-        raise PlanMismatch(
-            f"the plan was made for graph {plan.fingerprint[:12]} (torch {plan.torch_version}), but this model with "
-            f"these inputs gives graph {fingerprint[:12]} on torch {torch.__version__}: another model, other "
-            "shapes, dtypes or flags, or another torch version. Remedy: a DataLoader's last, smaller batch goes away "
-            "with drop_last=True; plan() again for this call; or placemat.optimize(model, budget), which plans for "
-            "each kind of call, where apply() holds to one plan."
-        )
 
 
 def call_key(module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -194,7 +194,7 @@ class Planner:
             input_digest=identity.input_digest,
             runs_original=stages.may_run_original(budget_bytes),
             eager_bound_bytes=stages.eager_bound_bytes,
-            options={**self._options(stages), "call": identity.call},
+            options={**self._options(stages), "call": identity.call, "floor_bound_bytes": floor.lower_bound_bytes},
             notes=notes,
         )
 

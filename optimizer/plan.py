@@ -67,7 +67,7 @@ class Plan:
         reserved_bytes: what the user declared beside the graph (optimizer state, communication buffers).
         static_bytes: category -> bytes that are alive during the whole step whatever the plan.
         floor_bytes, floor_proven: smallest peak that was found, and whether there is provably none below in its family.
-        keep_everything_bytes: peak without any recomputation.
+        keep_everything_bytes: peak of planned code without any recomputation; eager's may be another.
         predicted_peak_bytes, breakdown: peak of this plan, and its bytes by category, which add up to it.
         peak_op, peak_source: the op that runs when the peak is reached, and the user's source line of it.
         forward_backward_seconds: one step without recomputation.
@@ -81,7 +81,7 @@ class Plan:
         schedule: the steps.
         decisions: what happens to each value, and why.
         notes: remarks of capture and planning.
-        options: what the plan was asked for with, as JSON values (tuples become lists).
+        options: what the plan was asked for with, as JSON values (tuples become lists); and the floor's lower bound.
     """
 
     budget_bytes: int
@@ -155,10 +155,11 @@ class Plan:
         """What happens to the results of some ops, why, and what the other choice would cost in bytes and milliseconds.
 
         The cost is the referee's for this schedule with the other choice for one op, all else as it is; it says if the
-        budget would be broken.
+        budget would be broken. For several ops the cost of all together comes first.
 
         Args:
-            name: an op, a value, an operator ("aten.mm"), a module (with those inside) or a source line ("net.py:12").
+            name: an op, a value, an operator ("aten.mm") or a module (with those inside), with the wildcards of `keep=`
+                ("layers.*.attention"); or a source line ("net.py:12").
 
         Raises:
             PlacematError: no decision is about `name`.

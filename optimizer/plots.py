@@ -136,13 +136,8 @@ def _mark_limits(axes: Axes, plan: Plan, line: Timeline) -> None:
 def plot_frontier(frontier: Frontier, peers: Peers | None = None, axes: Axes | None = None) -> Figure:
     """The figure of `Frontier.plot`."""
     axes = new_axes(8.0, 5.0) if axes is None else axes
-    points = frontier.points
-    budgets = [point.budget_bytes for point in points]
-    overheads = [100 * point.overhead for point in points]
-    bounds = [100 * point.lower_bound for point in points]
-    axes.fill_between(budgets, bounds, overheads, color=CURVE_COLOR, alpha=0.25, linewidth=0, label="not yet decided")
-    axes.plot(budgets, bounds, color=CURVE_COLOR, linewidth=1, linestyle=":", label="lower bound")
-    axes.plot(budgets, overheads, color=CURVE_COLOR, linewidth=1.8, marker="o", markersize=4, label="placemat")
+    budgets = [point.budget_bytes for point in frontier.points]
+    _curve(axes, frontier)
     others = {**_baselines(frontier), **{name: list(listed) for name, listed in (peers or {}).items()}}
     for number, (name, listed) in enumerate(others.items()):
         axes.plot(
@@ -160,6 +155,24 @@ def plot_frontier(frontier: Frontier, peers: Peers | None = None, axes: Axes | N
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, frameon=False)
     return figure_of(axes)
+
+
+def _curve(axes: Axes, frontier: Frontier) -> None:
+    """Steps: a plan serves every budget from its peak on, a bound holds for every budget up to its own."""
+    points = frontier.points
+    plans = sorted({(point.peak_bytes, 100 * point.overhead) for point in points})
+    sizes = sorted({size for size, _ in plans} | {point.budget_bytes for point in points})
+    cheapest = [min(overhead for size, overhead in plans if size <= limit) for limit in sizes]
+    bounds = [next(100 * point.lower_bound for point in points if point.budget_bytes >= size) for size in sizes]
+    after = [*bounds[1:], bounds[-1]]  # from each size to the next
+    axes.fill_between(
+        sizes, after, cheapest, step="post", color=CURVE_COLOR, alpha=0.25, linewidth=0, label="not yet decided"
+    )
+    axes.step(sizes, after, where="post", color=CURVE_COLOR, linewidth=1, linestyle=":", label="lower bound")
+    axes.step(sizes, cheapest, where="post", color=CURVE_COLOR, linewidth=1.2)
+    axes.plot(
+        *zip(*plans, strict=True), color=CURVE_COLOR, marker="o", markersize=5, linestyle="none", label="placemat"
+    )
 
 
 def _baselines(frontier: Frontier) -> dict[str, list[tuple[int, float]]]:

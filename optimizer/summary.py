@@ -65,7 +65,9 @@ def align(rows: Iterable[Sequence[str]], left: frozenset[int] = frozenset({0})) 
 
 def limit_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Floor, peak, budget and the peak of keeping everything."""
-    proof = "proven for the solved family" if plan.floor_proven else "smallest peak that was found, no proof"
+    bound_bytes = plan.options.get("floor_bound_bytes")  # plan files that are older do not have it
+    below = "no proof" if bound_bytes is None else f"below {format_bytes(bound_bytes)} there is none"
+    proof = "proven for the solved family" if plan.floor_proven else f"smallest peak that was found, {below}"
     headroom = plan.budget_bytes - plan.predicted_peak_bytes
     room = f"{format_bytes(abs(headroom))} {'below' if headroom >= 0 else 'ABOVE'} the budget"
     asked = " but what recompute= asks for" if plan.options.get("recompute") else ""
@@ -73,7 +75,11 @@ def limit_rows(plan: Plan) -> list[tuple[str, ...]]:
         ("floor", format_bytes(plan.floor_bytes), proof),
         ("predicted peak", format_bytes(plan.predicted_peak_bytes), room),
         ("budget", format_bytes(plan.budget_bytes), ""),
-        ("keep everything", format_bytes(plan.keep_everything_bytes), f"peak without recomputation{asked}"),
+        (
+            "keep everything",
+            format_bytes(plan.keep_everything_bytes),
+            f"peak of planned code without recomputation{asked}; eager's may differ",
+        ),
     ]
 
 

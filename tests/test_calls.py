@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
 import warnings
 
@@ -69,16 +71,46 @@ def test_state_that_changed_the_forward_is_named_when_arguments_did_not():
         model(X)
 
 
-def test_autocast_of_a_refused_call_is_named():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    placemat.apply(model, placemat.plan(model, None, (X,), budget_fraction=0.0, time_limit_s=5))
-    with (
-        torch.autocast("cpu", dtype=torch.bfloat16),
-        pytest.raises(
-            placemat.PlanMismatch, match=r"^This call.*autocast on cpu is bfloat16 \(planned: off\).*drop_last"
+@pytest.fixture(scope="module")
+def applied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    return placemat.apply(model, placemat.plan(model, None, (X,), budget_fraction=0.0, time_limit_s=5))
+
+
+@pytest.mark.parametrize(
+    ("x", "autocast", "training", "words"),
+    [
+        (X, True, True, r"autocast on cpu is bfloat16 \(planned: off\)\. Remedy: the torch\.autocast that"),
+        (X, False, False, r"modules in training is 0 of 4 \(planned: 4 of 4\)\. Remedy: model\.train\(\) or"),
+        (X[:1], False, True, r"argument input is float32 \(1, 4, 8\).*Remedy: a DataLoader's last"),
+        (
+            X[:, :3],
+            False,
+            True,
+            r"argument input is float32 \(2, 3, 8\).*Remedy: give argument input the planned shape",
         ),
-    ):
-        model(X)
+        (X.double(), False, True, r"argument input is float64.*Remedy: give argument input as torch\.float32; plan"),
+    ],
+)
+def test_call_that_an_applied_plan_is_not_for_gets_the_remedy_that_fits(applied, x, autocast, training, words):
+    applied.train(training)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), pytest.raises(placemat.PlanMismatch) as caught:
+        applied(x)
+    message = str(caught.value)
+    assert re.match(r"This call is not one that was planned", message)
+    assert re.search(words, message)
+    assert ("drop_last" in message) == (len(x) < len(X))
+    assert "graph" not in message or x.dtype == torch.float64  # a double meets float weights: there is no graph at all
+
+
+def test_state_that_changed_the_graph_of_an_applied_plan_is_named(applied):
+    changed = copy.deepcopy(applied).train()
+    changed[1].p = 0.25
+    with pytest.raises(placemat.PlanMismatch, match=r"Python state outside of them.*gives graph \w+\. Remedy: plan"):
+        changed(X)
+    other = dataclasses.replace(applied.plan, torch_version="1.0")
+    with pytest.raises(placemat.PlanMismatch, match=r"^The plan was made with torch 1\.0, and this is torch 2"):
+        placemat.apply(placemat.restore(changed), other)(X)
 
 
 def accumulated(declared: bool) -> list[warnings.WarningMessage]:

@@ -213,12 +213,44 @@ def test_wrong_paths_change_nothing():
         apply_checkpointing(model, ["1"])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "paths"),
+    [
+        ("blocks.*", ["blocks.0", "blocks.1"]),
+        ("*.1", ["blocks.0.mlp.1", "blocks.1"]),
+        ("blocks.[1]", ["blocks.1"]),
+    ],
+)
+def test_patterns_name_the_outermost_modules(pattern, paths):
+    model = models.transformer(layers=2).model
+    apply_checkpointing(model, [pattern])
+    assert [path for path, module in model.named_modules() if "forward" in module.__dict__] == paths
+
+
 def test_a_model_with_wrapped_modules_is_planned_as_it_is_without():
     work = models.transformer(layers=1)
     options = {"budget_fraction": 1.0, "cost_model": FreeOfWorkspace(), "time_limit_s": 1}
     plain = placemat.plan(work.model, None, work.args, **options)
     apply_checkpointing(work.model, ["blocks.0"])
     assert placemat.plan(work.model, None, work.args, **options).fingerprint == plain.fingerprint
+
+
+def test_a_plan_and_checkpointing_are_never_both_there():
+    work = models.transformer(layers=2)
+    plan = placemat.plan(work.model, 2**30, work.args, cost_model=FreeOfWorkspace(), time_limit_s=1)
+    forwards = [module.forward for module in work.model.modules()]
+    apply_checkpointing(work.model, ["blocks.0"])
+    for start in (lambda m: placemat.apply(m, plan), lambda m: placemat.optimize(m, 2**30)):
+        with pytest.raises(PlacematError, match=r"wrapped 'blocks\.0'.*Remedy: placemat\.restore"):
+            start(work.model)
+    with pytest.raises(PlacematError, match="wrapped this module"):
+        placemat.optimize(work.model.blocks[0], 2**30)
+    restore(work.model)
+    assert [module.forward for module in work.model.modules()] == forwards
+    placemat.optimize(work.model.blocks[0], 2**30)
+    with pytest.raises(PlacematError, match=r"'blocks\.0' is optimized.*wrapping 'blocks'"):
+        apply_checkpointing(work.model, ["blocks"])
+    assert apply_checkpointing(work.model, ["blocks.1"]) is work.model
 
 
 def test_autocast_and_functional_batch_norm():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -34,8 +35,21 @@ def wider():
 def wrong():
     return nn.Linear(2, 2), torch.randn(2, 2)
 
+def loud():
+    import ctypes, os
+    print("from Python")
+    os.write(1, b"from a library\\n")
+    ctypes.CDLL(None).puts(b"from a buffer of C")
+    return build()
+
+def its_loss(out):
+    return out.sum() / (1 // 0)
+
+def fails():
+    return (*build()[:3], its_loss)
+
 def broken():
-    raise KeyError("the user's own")
+    raise KeyError("its own")
 """
 
 
@@ -145,9 +159,33 @@ def test_wrong_usage(command: list[str], said: str, capsys: pytest.CaptureFixtur
     assert said in capsys.readouterr().err
 
 
-def test_errors_of_the_factory_are_the_users() -> None:
-    with pytest.raises(KeyError, match="the user's own"):
-        cli.main(["plan", "cli_nets:broken", "--budget", "1"])
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (
+            "cli_nets:broken",
+            r"cli_nets:broken raised KeyError: .its own.\. At .*cli_nets\.py:\d+, in broken: ",
+        ),
+        ("no_import:build", r"no_import:build raised ModuleNotFoundError: .*'nowhere'\. At .*no_import\.py:1, in "),
+        ("no_syntax:build", r"no_syntax:build raised SyntaxError: .* At .*no_syntax\.py:2\."),
+    ],
+)
+def test_an_error_of_the_users_code_is_named(
+    factory: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "no_import.py").write_text("import nowhere\n")
+    (tmp_path / "no_syntax.py").write_text("\nlambda = 1\n")
+    refused = output(capsys, "plan", factory, "--budget", "1", code=cli.USERS_ERROR)
+    assert (refused["error"], refused["exit_code"]) == ("FactoryFailed", 5)
+    assert re.match(said, refused["message"])
+
+
+def test_an_error_of_the_users_model_does_not_look_like_a_failed_check(
+    planned: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check", "plan.json", "cli_nets:fails"]) == cli.USERS_ERROR
+    assert "in its_loss" in (told := capsys.readouterr().err)  # with the traceback
+    assert told.endswith("by zero\n")
 
 
 def test_argparse_uses_the_same_code_for_wrong_usage() -> None:
@@ -157,14 +195,23 @@ def test_argparse_uses_the_same_code_for_wrong_usage() -> None:
     assert not issubclass(cli.FactoryError, PlacematError)
 
 
-def test_as_a_module_of_its_own() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "placemat", "show", "none.json"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
+def run_module(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "placemat", *command], capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def test_as_a_module_of_its_own() -> None:
+    done = run_module("show", "none.json")
     assert done.returncode == cli.USAGE
     assert done.stdout == ""
     assert "No such file" in done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the net looks C's library up as POSIX does")
+def test_standard_output_is_the_answer_alone() -> None:
+    done = run_module("plan", "cli_nets:loud", "--budget", "1 GiB", "--json")
+    assert done.returncode == cli.DONE, done.stderr
+    assert json.loads(done.stdout)["budget_bytes"] == 2**30
+    for text in ("from Python", "from a library", "from a buffer of C"):
+        assert text in done.stderr

@@ -254,7 +254,7 @@ backward): parameters, buffers, inputs, gradients, outputs, activations, tempora
 floor            30.0 KiB  proven for the solved family
 predicted peak   37.9 KiB  2.1 KiB below the budget
 budget           40.0 KiB
-keep everything  48.0 KiB  peak without recomputation
+keep everything  48.0 KiB  peak of planned code without recomputation; eager's may differ
 
 at the peak     bytes  share
 parameters   11.0 KiB  29.1%
@@ -292,6 +292,8 @@ def test_summary_of_an_ample_budget() -> None:
     text = keep_everything_plan().summary()
     assert "The budget is ample: the module runs its original forward, which needs at most 50.0 KiB." in text
     assert "smallest peak that was found, no proof" in text
+    bounded = replace(keep_everything_plan(), options={"floor_bound_bytes": 30 * KIB})
+    assert "smallest peak that was found, below 30.0 KiB there is none" in bounded.summary()
     assert "h.0-h.2 (x3)" in text
     assert "overhead     0.00%" in text
 

@@ -55,6 +55,9 @@ def test_explain_a_module() -> None:
     assert (
         recomputing_plan(budget_bytes=37 * KIB).explain("h")
         == """\
+together: 3 ops, 2 kept by choice, 1 recomputed
+    keep all: peak 37.9 KiB (+0 B), 876 B OVER the budget, at back_1; -3 ms a step
+    recompute all: peak 37.9 KiB (+0 B), 876 B OVER the budget, at back_1; +6 ms a step
 drop_0: aten.drop.default in h.0.attn.drop, 3 ms a run
     /home/net.py:11, in forward: x = drop(x)
     float32[1024] 4.0 KiB: kept; keeping 4.0 KiB saves 3 ms and the recomputation of what it is made from
@@ -69,10 +72,7 @@ drop_2: aten.drop.default in h.2.attn.drop, 3 ms a run
     /home/net.py:11, in forward: x = drop(x)
     float32[1024] 4.0 KiB: recomputed x1; running aten.drop.default again, 3 ms a time, makes room for 4.0 KiB
     float32[256] 1.0 KiB: recomputed x1; running aten.drop.default again, 3 ms a time, makes room for 1.0 KiB
-    otherwise: keep it: peak 37.9 KiB (+0 B), 876 B OVER the budget, at back_1; -3 ms a step
-together: 3 ops, 2 kept by choice, 1 recomputed
-    keep all: peak 37.9 KiB (+0 B), 876 B OVER the budget, at back_1; -3 ms a step
-    recompute all: peak 37.9 KiB (+0 B), 876 B OVER the budget, at back_1; +6 ms a step"""
+    otherwise: keep it: peak 37.9 KiB (+0 B), 876 B OVER the budget, at back_1; -3 ms a step"""
     )
 
 
@@ -92,14 +92,20 @@ def test_names_of_one_op(name: str) -> None:
     assert text.count("otherwise: ") == 1
 
 
-@pytest.mark.parametrize("name", ["aten.drop", "aten.drop.default", "net.py:11", "/home/net.py:11"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("aten.drop", "aten.drop.default", "net.py:11", "/home/net.py:11"),
+        *("h.*", "*.drop", "h.?.attn", "*.drop.default", "drop_[0-2]"),  # as `keep=` takes them
+    ],
+)
 def test_names_of_several_ops(name: str) -> None:
     assert re.findall(r"^(\w+): aten", recomputing_plan().explain(name), re.M) == ["drop_0", "drop_1", "drop_2"]
 
 
-@pytest.mark.parametrize("name", ["h.22", "net.py:1", "et.py:11", "aten.dr", "", "."])
+@pytest.mark.parametrize("name", ["h.22", "net.py:1", "et.py:11", "aten.dr", "", ".", "g.*"])
 def test_names_of_nothing(name: str) -> None:
-    with pytest.raises(PlacematError, match=r"no decision is about .*such as wte, h.0, h.1"):
+    with pytest.raises(PlacematError, match=r"no decision is about .* \* as a wildcard.* the modules wte, h.0, h.1"):
         recomputing_plan().explain(name)
 
 

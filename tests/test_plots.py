@@ -10,6 +10,7 @@ import pytest
 
 import placemat
 from placemat.baselines import save_all
+from placemat.frontier import Frontier, FrontierPoint
 from placemat.plan import Plan
 from placemat.plot_graph import neighborhood
 from placemat.simulate import running_bytes, simulate
@@ -89,7 +90,23 @@ def test_frontier_figure() -> None:
     assert labels[:3] == ["not yet decided", "lower bound", "placemat"]
     assert {"recompute everything", "every sqrt(n)-th op (Chen et al.)", "a peer"} <= set(labels)
     line = next(line for line in figure.axes[0].lines if line.get_label() == "placemat")
-    assert list(line.get_xdata()) == [point.budget_bytes for point in curve]
+    assert set(line.get_xdata()) == {point.peak_bytes for point in curve}  # of the plans, where peers have theirs
+
+
+def test_frontier_lines_are_steps() -> None:
+    """A plan serves budgets from its peak on, a bound holds for those below its budget."""
+    plan = keep_everything_plan()
+    made = [(100, 90, 0.5, 0.4), (200, 170, 0.2, 0.1), (300, 300, 0.0, 0.0)]
+    points = tuple(
+        FrontierPoint(budget, peak, overhead, 0.0, bound, 0.0, 0.0, "feasible", "", 0.0, plan.schedule)
+        for budget, peak, overhead, bound in made
+    )
+    axes = Frontier(points, (plan,)).plot().axes[0]
+    bound, cheapest = axes.lines[:2]
+    assert [bound.get_drawstyle(), cheapest.get_drawstyle()] == ["steps-post"] * 2
+    assert list(cheapest.get_xdata()) == list(bound.get_xdata()) == [90, 100, 170, 200, 300]
+    assert list(cheapest.get_ydata()) == [50, 50, 20, 20, 0]
+    assert list(bound.get_ydata()) == [40, 10, 10, 0, 0]
 
 
 def test_figures_on_axes_of_ones_own() -> None:
