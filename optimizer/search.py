@@ -10,6 +10,7 @@ import numpy as np
 from placemat.contraction import contract
 from placemat.crossover import Crossover
 from placemat.decode import decode
+from placemat.exchange import exchanged
 from placemat.greedy import repaired
 from placemat.incumbent import Incumbent
 from placemat.linear_model import LinearAnswer, Solving
@@ -73,6 +74,7 @@ class FamilySearch:
         self.has_one_cut = phases.cuts[1:-1] == (default_cut(self.problem),)
         self.refinement = Refinement(self.problem, phases, incumbent.budget_bytes, set())
         self.crossover = Crossover()
+        self.exchanged_seconds = math.inf  # of the latest incumbent whose trades were tried
         self.look_at_incumbent()
 
     @property
@@ -126,11 +128,26 @@ class FamilySearch:
         self.refinement.grid |= first_grid(incumbent.problem, self.phases, incumbent.schedule, incumbent.budget_bytes)
 
     def _improve(self, deadline: float, whole: Solving | None = None) -> None:
-        """What lies between the incumbent and cheaper solutions over the budget; then neighborhoods of the incumbent,
-        larger ones once so many in a row gave no better plan and no missing row; until the whole model is solved."""
+        """Trades; what lies between the incumbent and cheaper solutions over the budget; then neighborhoods of the
+        incumbent, larger ones once so many in a row gave no better plan and no missing row; until the whole model is
+        solved."""
+        self._exchange()
         self._cross(deadline, whole)
         for scale in NEIGHBORHOOD_SCALES:
             self._improve_at(scale, deadline, whole)
+
+    def _exchange(self) -> None:
+        """What the incumbent keeps over the cut, traded for what saves more, until no trade helps."""
+        while self._may_exchange():
+            self.exchanged_seconds = self.incumbent.seconds
+            kept = frozenset(v for v, _ in self._carried())
+            schedule = exchanged(self.problem, kept, self.incumbent.budget_bytes, self.incumbent.seconds)
+            if schedule is not None:
+                self.offer(schedule)
+
+    def _may_exchange(self) -> bool:
+        is_new = self.incumbent.seconds < self.exchanged_seconds
+        return is_new and self.has_one_cut and self.is_wide() and self.seconds_left() > 0
 
     def _goes_on(self, deadline: float, whole: Solving | None) -> bool:
         return self.is_wide() and time.monotonic() < deadline and not (whole is not None and whole.is_done())
@@ -156,6 +173,7 @@ class FamilySearch:
                 if answer.limit is None:
                     return
                 limit_s *= 2
+            self._exchange()
             is_relaxed = not self.crossover.solutions or not knows_more
 
     def _relaxed(self, built: RefinedModel, time_limit_s: float) -> np.ndarray | None:
@@ -183,6 +201,7 @@ class FamilySearch:
                 failures -= 1
             if incumbent.seconds < seconds:
                 failures = 0
+                self._exchange()
                 carried.clear()
                 carried.update(self._carried())
 
