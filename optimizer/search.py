@@ -45,6 +45,8 @@ NEIGHBORHOOD_S = 3.0
 NEIGHBORHOOD_SCALES = (1, 2, 4)
 MOST_FAILURES = 12
 CROSSOVER_S = 12.0
+# Trades come when no more than this part of the time is left.
+LATE_SHARE = 0.25
 # Part of the asked gap that one MILP may leave: the rest is for what the referee and the tie-break add.
 GAP_SHARE = 0.95
 
@@ -65,7 +67,7 @@ class FamilySearch:
         self, phases: Phases, incumbent: Incumbent, gap: float, lower_seconds: float, *, is_tight: bool
     ) -> None:
         self.phases, self.incumbent, self.gap = phases, incumbent, gap
-        self.deadline = incumbent.deadline
+        self.started, self.deadline = time.monotonic(), incumbent.deadline
         self.lower_seconds = lower_seconds
         self.limit: str | None = None
         self.share_without_plan = SHARE_WITHOUT_PLAN
@@ -98,6 +100,7 @@ class FamilySearch:
 
     def run(self) -> None:
         """Until the gap is closed, the time is over, or another solve would not help."""
+        self.started = time.monotonic()
         while not self.is_closed() and not self.is_impossible:
             if self.seconds_left() <= 0:
                 self.limit = "time"
@@ -128,10 +131,8 @@ class FamilySearch:
         self.refinement.grid |= first_grid(incumbent.problem, self.phases, incumbent.schedule, incumbent.budget_bytes)
 
     def _improve(self, deadline: float, whole: Solving | None = None) -> None:
-        """Trades; what lies between the incumbent and cheaper solutions over the budget; then neighborhoods of the
-        incumbent, larger ones once so many in a row gave no better plan and no missing row; until the whole model is
-        solved."""
-        self._exchange()
+        """What lies between the incumbent and cheaper solutions over the budget; then neighborhoods of the incumbent,
+        larger ones once so many in a row gave no better plan and no missing row; until the whole model is solved."""
         self._cross(deadline, whole)
         for scale in NEIGHBORHOOD_SCALES:
             self._improve_at(scale, deadline, whole)
@@ -146,8 +147,10 @@ class FamilySearch:
                 self.offer(schedule)
 
     def _may_exchange(self) -> bool:
+        """Late, when the gap is wide still: crossovers that start from traded plans find less."""
         is_new = self.incumbent.seconds < self.exchanged_seconds
-        return is_new and self.has_one_cut and self.is_wide() and self.seconds_left() > 0
+        is_late = 0 < self.seconds_left() < LATE_SHARE * (self.deadline - self.started)
+        return is_new and is_late and self.has_one_cut and self.is_wide()
 
     def _goes_on(self, deadline: float, whole: Solving | None) -> bool:
         return self.is_wide() and time.monotonic() < deadline and not (whole is not None and whole.is_done())
@@ -156,6 +159,7 @@ class FamilySearch:
         """First between the solutions at hand; what the relaxation has otherwise is free too if that leads nowhere."""
         is_relaxed, limit_s = not self.crossover.solutions, CROSSOVER_S
         while self._goes_on(deadline, whole):
+            self._exchange()
             built, seconds = self.refinement.build(), self.incumbent.seconds
             relaxed = self._relaxed(built, deadline - time.monotonic()) if is_relaxed else None
             fixed = self.crossover.fixed(built.model, self._carried(), relaxed)
@@ -173,7 +177,6 @@ class FamilySearch:
                 if answer.limit is None:
                     return
                 limit_s *= 2
-            self._exchange()
             is_relaxed = not self.crossover.solutions or not knows_more
 
     def _relaxed(self, built: RefinedModel, time_limit_s: float) -> np.ndarray | None:
@@ -201,7 +204,6 @@ class FamilySearch:
                 failures -= 1
             if incumbent.seconds < seconds:
                 failures = 0
-                self._exchange()
                 carried.clear()
                 carried.update(self._carried())
 
