@@ -120,6 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:  # nothing is measured yet
         os.environ[CACHE_DIR_VARIABLE] = folder
         for name in options.only:
+            absent_because = LIBRARY_MODELS[name].absent_because
+            if absent_because is not None:
+                print(f"{name}: left out, {absent_because}", flush=True)
+                continue
             rows.append(run(name, LIBRARY_MODELS[name], options.fraction, options.time_limit))
             print(*rows[-1].cells()[:-1], sep="  ", flush=True)
     print("\n" + markdown(rows))

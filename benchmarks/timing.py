@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -49,16 +50,16 @@ def interleave(
     rounds: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
-    """Time all contenders once per round, in turn; the order is reversed in every other round.
+    """Time all contenders once per round, in an order that is drawn anew for each (and is the same in every run).
 
     A machine's speed drifts by more than the differences looked for. Within a round it hardly does, so ratios are
-    taken there; reversing cancels what one contender leaves behind for the next (caches, allocator state).
+    taken there; drawing the order cancels what one contender leaves behind for the next (caches, allocator state).
     One warm-up round is not counted. With `time.process_time` as clock, what other processes run is not counted either.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    order = random.Random(0)
     for round_index in range(-1, rounds):
-        names = list(contenders)
-        for name in names if round_index % 2 else names[::-1]:
+        for name in order.sample(list(contenders), len(contenders)):
             start = clock()
             contenders[name]()
             elapsed = clock() - start

@@ -196,11 +196,7 @@ def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, traced: D
     identity = fingerprint(graph_module, num_forward_outputs)
     joint = JointGraph(graph_module, num_forward_outputs, (), identity)
     if len(joint.primals) != len(joint.gradients):
-        raise UnsupportedFeature(
-            "the model runs operators with ordered side effects (checked linear algebra such as torch.linalg.inv, "
-            "solve or cholesky is of that kind), which this version cannot schedule. Remedy: the _ex variants "
-            "(torch.linalg.inv_ex, ...), or optimize the submodules around them."
-        )
+        raise UnsupportedFeature(torch_private.SIDE_EFFECTS)
     inputs = tuple(names[i] if i < len(names) else JointInput(node.name, False) for i, node in enumerate(joint.primals))
     times = tuple(_times_returned(node, traced.times_returned) for node in joint.tangents)
     made = JointGraph(graph_module, num_forward_outputs, inputs, identity, traced.unread_call, times, traced.modules)

@@ -197,7 +197,7 @@ def refuse_permuted_writes(dynamo_graph: fx.Graph) -> None:
         if name not in _MAKES_CONTIGUOUS or not node.args:
             continue
         written = node.args[0].meta.get("example_value") if isinstance(node.args[0], fx.Node) else None
-        if isinstance(written, torch.Tensor) and not written.is_contiguous() and is_dense(written):
+        if isinstance(written, torch.Tensor) and _is_reordered(name, written):
             where = user_line(node.meta.get("stack_trace")) or "an unknown line"
             instead = f"{name[:-1]}() without the underscore, or " if name.endswith("_") else ""
             raise UnsupportedFeature(
@@ -205,3 +205,13 @@ def refuse_permuted_writes(dynamo_graph: fx.Graph) -> None:
                 f"{tuple(written.stride())}): a captured step has a new tensor there, in another order of memory than "
                 f"eager's, and what reads it would round otherwise. Remedy: {instead}.contiguous() before it."
             )
+
+
+def _is_reordered(name: str, written: torch.Tensor) -> bool:
+    """Whether the trace's new tensor has another order of memory than eager's.
+
+    A write to a part of a permuted tensor goes back to where it was in both; rrelu of such a part is a tensor of its own.
+    """
+    if name == "rrelu":
+        return not torch.empty_like(written).is_contiguous()
+    return not written.is_contiguous() and is_dense(written)

@@ -24,6 +24,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit, TorchDynamoException, Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase
 from torch._dynamo.utils import numpy_to_tensor_wrapper
+from torch._dynamo.variables import TensorVariable, TorchInGraphFunctionVariable
 from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
@@ -39,6 +40,7 @@ from placemat.graph.errors import UnsupportedFeature
 from placemat.graph.forward_hooks import traced_registration
 
 __all__ = [
+    "SIDE_EFFECTS",
     "TANGENTS_ARE_FREED",
     "BackendCompilerFailed",
     "FailOnRecompileLimitHit",
@@ -78,8 +80,22 @@ __all__ = [
 
 _LARGE = 1 << 30
 
+SIDE_EFFECTS = (
+    "the model runs operators with ordered side effects (checked linear algebra such as torch.linalg.inv, "
+    "solve or cholesky is of that kind), which this version cannot schedule. Remedy: the _ex variants "
+    "(torch.linalg.inv_ex, ...), or optimize the submodules around them."
+)
+
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 # Gradients of outputs reach a compiled backward in a list that it may empty; before torch 2.13 they lived to its end.
-TANGENTS_ARE_FREED = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+TANGENTS_ARE_FREED = _VERSION >= (2, 13)
+
+# AOTAutograd gives the backward of a node its `meta["custom"]`; before torch 2.10 we do.
+_MARKS_REACH_BACKWARD = _VERSION >= (2, 10)
+
+# Tracing takes composite operators apart where autograd does; before torch 2.10, wherever it can.
+_TAKES_APART_AS_AUTOGRAD = _VERSION >= (2, 10)
 
 
 def aot_backend(partition: Callable[..., Any], fw_compiler: Callable[..., Any], bw_compiler: Callable[..., Any]) -> Any:
@@ -88,7 +104,28 @@ def aot_backend(partition: Callable[..., Any], fw_compiler: Callable[..., Any], 
     The contract `partition_fn(joint, inputs, *, num_fwd_outputs, static_lifetime_input_indices)` is the one of the
     public "custom backends" documentation.
     """
-    return aot_autograd(fw_compiler=fw_compiler, bw_compiler=bw_compiler, partition_fn=partition)
+
+    def marked(joint: torch.fx.GraphModule, inputs: Sequence[Any], **counts: Any) -> Any:
+        _mark_backward(joint.graph)
+        return partition(joint, inputs, **counts)
+
+    partition_fn = partition if _MARKS_REACH_BACKWARD else marked
+    return aot_autograd(fw_compiler=fw_compiler, bw_compiler=bw_compiler, partition_fn=partition_fn)
+
+
+def _mark_backward(joint: torch.fx.Graph) -> None:
+    """Hand the marks of forward nodes on to those of backward, as AOTAutograd does from torch 2.10 on.
+
+    Sequence numbers say which belong together; of forward nodes that share one, the first made the autograd node.
+    """
+    marks: dict[int, Any] = {}
+    for node in joint.nodes:
+        if "seq_nr" not in node.meta:
+            continue
+        if node.meta.get("partitioner_tag") != "is_backward":
+            marks.setdefault(node.meta["seq_nr"], node.meta.get("custom"))
+        elif custom := marks.get(node.meta["seq_nr"]):
+            node.meta["custom"] = dict(custom)
 
 
 @contextlib.contextmanager
@@ -121,10 +158,39 @@ def compile_settings() -> Iterator[None]:
         inductor_config.patch(fallback_random=True),
         read_at_run_time(),
         traced_registration(),
+        _calls_as_written(),
         eager_decompositions(),
+        _device_kernels_stay(),
         _questions_noted(),
     ):
         yield
+
+
+_REWRITTEN_METHODS = ("add_", "addcmul_", "addcdiv_")
+_REWRITTEN_FUNCTIONS = (torch.addcdiv, torch._foreach_lerp_, torch._foreach_pow)
+
+
+@contextlib.contextmanager
+def _calls_as_written() -> Iterator[None]:
+    """Keep Dynamo from writing one call as several, which round otherwise: `x.addcdiv_(a, b, value=v)` and its like.
+
+    It does so that a factor may be a tensor without its value being read; before 2.13 also with `x.add_(y, alpha=a)` of
+    a number. Newer versions have a setting for some of them (`enable_dynamo_decompositions`), none for all.
+    """
+    methods = {name: method for name in _REWRITTEN_METHODS if (method := vars(TensorVariable).get(f"method_{name}"))}
+    table = vars(TensorVariable).get("tp_methods", {})  # where torch 2.14 looks for them
+    entries = {name: table.pop(name) for name in _REWRITTEN_METHODS if name in table}
+    handlers = TorchInGraphFunctionVariable._get_handlers()  # one dictionary, made once
+    functions = {f: handlers.pop(f) for f in _REWRITTEN_FUNCTIONS if f in handlers}
+    for name in methods:
+        delattr(TensorVariable, f"method_{name}")
+    try:
+        yield
+    finally:
+        handlers.update(functions)
+        table.update(entries)
+        for name, method in methods.items():
+            setattr(TensorVariable, f"method_{name}", method)
 
 
 _FILES_THAT_ASKED: set[str] = set()
@@ -254,15 +320,47 @@ def _composites_with_meta_kernels() -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
+def _device_kernels_stay() -> Iterator[None]:
+    """Composite operators that a device has a kernel for, such as silu_backward, are not taken apart: eager runs it.
+
+    The rule is torch.utils._python_dispatch.autograd_would_have_decomposed of torch 2.10, where tracing has it itself.
+    """
+    if _TAKES_APART_AS_AUTOGRAD:
+        yield
+        return
+    owner: Any = torch._ops.OpOverload
+    present = owner.decompose
+
+    def decompose(op: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor = next((t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)), None)
+        if tensor is not None and not any(a.alias_info for a in op._schema.arguments):
+            key = torch._C._dispatch_key_for_device(tensor.device.type)
+            if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key):
+                return NotImplemented
+        return present(op, *args, **kwargs)
+
+    owner.decompose = decompose
+    try:
+        yield
+    finally:
+        owner.decompose = present
+
+
+@contextlib.contextmanager
 def fake_strides(rule: Callable[[Any, tuple[int, ...], Sequence[Any]], tuple[int, ...] | None]) -> Iterator[None]:
     """Fake tensors on the CPU get the strides of a rule: operator, shape of the first result, arguments -> its strides.
 
     None leaves them as they are; so do symbolic shapes and operators that write or give views.
+
+    Raises (while tracing):
+        UnsupportedFeature: the model checks whether linear algebra has failed.
     """
     present = FakeTensorMode._dispatch_impl
 
     @functools.wraps(present)
     def restrided(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten._linalg_check_errors.default:  # before torch 2.13 it is lost without a word
+            raise UnsupportedFeature(SIDE_EFFECTS)
         made: Any = present(self, func, types, args, kwargs)
         first: Any = made[0] if isinstance(made, (tuple, list)) and made else made
         if not isinstance(first, FakeTensor) or first.fake_device.type != "cpu" or _writes_or_views(func):

@@ -73,7 +73,9 @@ class CheckpointedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A trace has no second run: what a captured step recomputes is a plan's business.
         if self.bypassed or torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return self.original(*args, **kwargs)
+            if self.replaced is None:  # not `original`: a trace in torch 2.9 cannot bind a method
+                return type(self.module).forward(self.module, *args, **kwargs)
+            return self.replaced(*args, **kwargs)
         leaves, structure = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]

@@ -96,10 +96,10 @@ def _strides(most: int) -> list[int]:
 class KeptSets:
     """Evaluates kept sets of one problem, and counts how often."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, max_evaluations: int | None = None) -> None:
         self.problem = problem
         self.cut = default_cut(problem)
-        self.max_evaluations = min(_MOST_EVALUATIONS, _MOST_OP_VISITS // len(problem.ops))
+        self.max_evaluations = max_evaluations or min(_MOST_EVALUATIONS, _MOST_OP_VISITS // len(problem.ops))
         self.evaluations = 0
         self.bytes = [v.bytes for v in problem.values]
         self.producer = [v.producer for v in problem.values]

@@ -12,6 +12,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -83,12 +84,17 @@ class Handle:
             _weak_planner(self), self._gradients.before_backward, _weak_refusal(self), COMPILERS[self.compiler]
         )
         self._kept: KeptModules | None = None
+        self._original: Callable[..., Any] | None = None
         self.bypassed = False
         self._compiled = torch.compile(self._entry, backend=self._backend, fullgraph=True, dynamic=False)
 
     @property
     def original(self) -> Callable[..., Any]:
-        return forward_under(self.module, self.replaced)
+        present = forward_under(self.module, self.replaced)
+        last = self._original
+        if last is None or not isinstance(present, MethodType) or present != last:
+            last = self._original = present
+        return last  # one object for all calls: in torch 2.9 Dynamo guards on the identity of a method
 
     @property
     def __func__(self) -> Rebindable:

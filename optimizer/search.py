@@ -10,10 +10,10 @@ import numpy as np
 from placemat.contraction import contract
 from placemat.crossover import Crossover
 from placemat.decode import decode
-from placemat.exchange import exchanged
 from placemat.greedy import repaired
 from placemat.incumbent import Incumbent
 from placemat.linear_model import LinearAnswer, Solving
+from placemat.local_search import searched_locally
 from placemat.milp import Retention
 from placemat.neighborhood import neighborhoods
 from placemat.phases import Phases
@@ -45,8 +45,8 @@ NEIGHBORHOOD_S = 3.0
 NEIGHBORHOOD_SCALES = (1, 2, 4)
 MOST_FAILURES = 12
 CROSSOVER_S = 12.0
-# Trades come when no more than this part of the time is left.
-LATE_SHARE = 0.25
+# Plans are changed move by move when no more than this part of the time is left.
+LATE_SHARE = 0.4
 # Part of the asked gap that one MILP may leave: the rest is for what the referee and the tie-break add.
 GAP_SHARE = 0.95
 
@@ -76,7 +76,7 @@ class FamilySearch:
         self.has_one_cut = phases.cuts[1:-1] == (default_cut(self.problem),)
         self.refinement = Refinement(self.problem, phases, incumbent.budget_bytes, set())
         self.crossover = Crossover()
-        self.exchanged_seconds = math.inf  # of the latest incumbent whose trades were tried
+        self.locally_searched_seconds = math.inf  # of the latest incumbent that was searched around
         self.look_at_incumbent()
 
     @property
@@ -137,20 +137,19 @@ class FamilySearch:
         for scale in NEIGHBORHOOD_SCALES:
             self._improve_at(scale, deadline, whole)
 
-    def _exchange(self) -> None:
-        """What the incumbent keeps over the cut, traded for what saves more, until no trade helps."""
-        while self._may_exchange():
-            self.exchanged_seconds = self.incumbent.seconds
-            kept = frozenset(v for v, _ in self._carried())
-            schedule = exchanged(self.problem, kept, self.incumbent.budget_bytes, self.incumbent.seconds)
+    def _search_locally(self) -> None:
+        """What the incumbent keeps over the cut, changed by moves that solving cut short has missed.
+
+        Late, when the gap is wide still: crossovers that start from such plans find less.
+        """
+        is_new = self.incumbent.seconds < self.locally_searched_seconds
+        is_late = 0 < self.seconds_left() < LATE_SHARE * (self.deadline - self.started)
+        if is_new and is_late and self.has_one_cut and self.is_wide():
+            incumbent, kept = self.incumbent, frozenset(v for v, _ in self._carried())
+            schedule = searched_locally(self.problem, kept, incumbent.budget_bytes, incumbent.seconds, self.deadline)
             if schedule is not None:
                 self.offer(schedule)
-
-    def _may_exchange(self) -> bool:
-        """Late, when the gap is wide still: crossovers that start from traded plans find less."""
-        is_new = self.incumbent.seconds < self.exchanged_seconds
-        is_late = 0 < self.seconds_left() < LATE_SHARE * (self.deadline - self.started)
-        return is_new and is_late and self.has_one_cut and self.is_wide()
+            self.locally_searched_seconds = incumbent.seconds
 
     def _goes_on(self, deadline: float, whole: Solving | None) -> bool:
         return self.is_wide() and time.monotonic() < deadline and not (whole is not None and whole.is_done())
@@ -159,7 +158,7 @@ class FamilySearch:
         """First between the solutions at hand; what the relaxation has otherwise is free too if that leads nowhere."""
         is_relaxed, limit_s = not self.crossover.solutions, CROSSOVER_S
         while self._goes_on(deadline, whole):
-            self._exchange()
+            self._search_locally()
             built, seconds = self.refinement.build(), self.incumbent.seconds
             relaxed = self._relaxed(built, deadline - time.monotonic()) if is_relaxed else None
             fixed = self.crossover.fixed(built.model, self._carried(), relaxed)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import models
-from tests.models import Workload, seeded
+from tests.models import CrossEntropy, Workload, seeded
 
 VOCABULARY = 128
 
@@ -33,6 +34,21 @@ class LibraryModel:
     build: Callable[[], Workload]
     to_know: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def absent_because(self) -> str | None:
+        """Why the model cannot be made here; None if it can.
+
+        The test extra has every library but timm: timm needs torchvision, of which the package index has no build that
+        goes with a CPU build of torch. One that is there nevertheless raises a RuntimeError when it is imported.
+        """
+        if self.library != "timm":
+            return None
+        try:
+            importlib.import_module(self.library)
+        except (ImportError, RuntimeError) as error:
+            return f"{self.library} does not import: {error}"
+        return None
 
 
 def _with_labels(model: nn.Module, ids: Tensor) -> Workload:
@@ -197,6 +213,16 @@ def diffusion_unet() -> Workload:
     return Workload(model.train(), (noisy, steps), {}, NoiseLoss(noise))
 
 
+def timm_model(architecture: str, **sizes: Any) -> Workload:
+    """An architecture of timm in other sizes: (batch, 3, 32, 32) images to ten classes; the loss is outside."""
+    import timm
+
+    with seeded(0):
+        model = timm.create_model(architecture, pretrained=False, num_classes=10, **sizes)
+        images, labels = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
+        return Workload(model.train(), (images,), {}, CrossEntropy(labels))
+
+
 class NoiseLoss:
     """Mean squared error of a denoiser's `.sample` to the noise; both (batch, channels, height, width)."""
 
@@ -239,4 +265,17 @@ LIBRARY_MODELS: dict[str, LibraryModel] = {
     "GPT-2 with LoRA": LibraryModel("peft", lambda: lora(gpt2, ["c_attn", "c_proj"]), _CACHE),
     "Llama with LoRA": LibraryModel("peft", lambda: lora(llama, ["q_proj", "v_proj"]), _CACHE),
     "U-Net of a diffusion model": LibraryModel("diffusers", diffusion_unet),
+    "timm: ResNet": LibraryModel(
+        "timm", lambda: timm_model("resnet18d", channels=(8, 16, 32, 64), stem_width=8, drop_path_rate=0.1)
+    ),
+    "timm: ConvNeXt": LibraryModel(
+        "timm", lambda: timm_model("convnext_atto", depths=(1, 1, 1, 1), dims=(8, 16, 32, 64), drop_path_rate=0.1)
+    ),
+    "timm: ViT": LibraryModel(
+        "timm",
+        lambda: timm_model(
+            "vit_tiny_patch16_224", img_size=32, patch_size=4, embed_dim=64, depth=2, num_heads=4, proj_drop_rate=0.1
+        ),
+    ),
+    "timm: MobileNetV3": LibraryModel("timm", lambda: timm_model("mobilenetv3_small_050", drop_rate=0.2)),
 }

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from placemat.cost_models.base import OpCost
 from placemat.graph.ir import Op
 
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
 
 class FreeOfWorkspace:
     """A cost model for tests about graphs: every op takes a second and needs no workspace."""

@@ -17,6 +17,7 @@ from placemat import BudgetTooSmall, CheckpointModules, ConstraintError, Plan
 from placemat.checkpoint_modules import fold_paths
 from placemat.eager_step import EagerStep
 from placemat.graph.static import static_bytes
+from placemat.graph.torch_private import TANGENTS_ARE_FREED
 from placemat.module_choice import ModuleChoice
 from placemat.module_regions import find_regions
 from tests import models
@@ -121,6 +122,7 @@ def plan() -> Plan:
     return make_plan(models.transformer(layers=3), cost_model=FreeOfWorkspace())
 
 
+@pytest.mark.skipif(not TANGENTS_ARE_FREED, reason="the output's gradient lives too long for this budget")
 def test_result_is_a_list_of_paths_and_folds_equal_layers(plan, tmp_path):
     modules = with_budget(plan, 0.9 * plan.keep_everything_bytes).checkpoint_modules()
     assert isinstance(modules, CheckpointModules)

@@ -16,7 +16,6 @@ from tests.notebooks import NOTEBOOKS, execute, read
 
 MAX_BYTES = 600_000
 MACHINE = re.compile(r"site-packages|ipykernel_|(?<![\w./])/(?:tmp|home|root|Users|opt|var|usr|mnt)/[^\"']*")
-IN_DEFAULT_SUITE = "03_solver"  # the others take up to a minute and a half each
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
@@ -62,11 +61,7 @@ def test_committed_outputs(path: Path) -> None:
     assert MACHINE.findall(texts(notebook)) == []
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, marks=() if p.stem == IN_DEFAULT_SUITE else pytest.mark.slow) for p in NOTEBOOKS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_shows_what_is_committed(path: Path) -> None:
     again = execute(path)
     assert [shown(cell) for cell in code_cells(again)] == [shown(cell) for cell in code_cells(read(path))]

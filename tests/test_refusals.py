@@ -14,7 +14,7 @@ from torch import nn
 import placemat
 from placemat.cost_models import present_roofline
 from placemat.schedule import Compute, Free, Schedule
-from tests.steps import make_step, run_step
+from tests.steps import TORCH_VERSION, make_step, run_step
 
 
 class Wrap(nn.Module):
@@ -192,6 +192,16 @@ class Hooked(nn.Module):
         return (y + self.inner(x)).sum()
 
 
+traces_hooks = pytest.mark.skipif(TORCH_VERSION < (2, 13), reason="Dynamo takes hook dictionaries for constants")
+
+
+@pytest.mark.skipif(TORCH_VERSION >= (2, 13), reason="Dynamo traces them")
+def test_hooks_that_the_forward_registers_are_refused_where_they_cannot_be_traced():
+    with pytest.raises(placemat.CaptureError, match=r"test_refusals\.py:\d+.*register_forward_pre_hook"):
+        placemat.optimize(Hooked(), None, (X, 2.0), budget_fraction=0.0, time_limit_s=5)
+
+
+@traces_hooks
 @pytest.mark.parametrize("others", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_hooks_that_the_forward_registers_and_removes_are_part_of_the_step(others):
     torch.manual_seed(0)
@@ -210,6 +220,7 @@ def test_hooks_that_the_forward_registers_and_removes_are_part_of_the_step(other
     assert [dict(h) for h in hooks] == before
 
 
+@traces_hooks
 def test_hooks_that_the_forward_leaves_behind_are_refused():
     model = Hooked(leave=True)
     with pytest.raises(placemat.CaptureError, match=r"still there when it returns \(on Offset\)"):
@@ -217,6 +228,7 @@ def test_hooks_that_the_forward_leaves_behind_are_refused():
     assert not model.inner._forward_pre_hooks
 
 
+@traces_hooks
 def test_hook_of_a_kind_that_cannot_be_traced_is_refused_with_its_line():
     model = Hooked(always_call=True)
     with pytest.raises(placemat.CaptureError, match=r"calls register_forward_hook\(\).*test_refusals.py:\d+"):

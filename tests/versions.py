@@ -28,16 +28,17 @@ CORE = [
     for name in (
         "autocast batch_norm calls capture checkpointing checkpoint_modules compile_backend cost_models_measured "
         "cost_models_workspaces "
-        "custom_ops distributed eager_bits emit emit_phases fuzz keep_eager kernel_strides lower measure models "
-        "optimize plan refusals segments supported unit_plans verify"
+        "custom_ops distributed eager_bits emit emit_phases fuzz keep_eager kernel_strides library_models lower "
+        "measure models optimize plan refusals segments supported unit_plans verify"
     ).split()
 ]
 TOOLS = ("pytest", "pytest-xdist", "hypothesis", "transformers")
 
 
 def constraints_without_torch() -> str:
+    """Without setuptools, too: some versions of torch want one below 82."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    return "\n".join(line for line in lines if not line.startswith("torch=="))
+    return "\n".join(line for line in lines if not line.startswith(("torch==", "setuptools==")))
 
 
 def install(version: str, folder: Path) -> Path:
