@@ -46,7 +46,9 @@ NEIGHBORHOOD_SCALES = (1, 2, 4)
 MOST_FAILURES = 12
 CROSSOVER_S = 12.0
 # Plans are changed move by move when no more than this part of the time is left.
-LATE_SHARE = 0.4
+LATE_SHARE = 0.5
+# Part of the time that is left for the referee then.
+REFEREE_SHARE = 0.03
 # Part of the asked gap that one MILP may leave: the rest is for what the referee and the tie-break add.
 GAP_SHARE = 0.95
 
@@ -143,10 +145,12 @@ class FamilySearch:
         Late, when the gap is wide still: crossovers that start from such plans find less.
         """
         is_new = self.incumbent.seconds < self.locally_searched_seconds
-        is_late = 0 < self.seconds_left() < LATE_SHARE * (self.deadline - self.started)
+        whole_s = self.deadline - self.started
+        is_late = 0 < self.seconds_left() < LATE_SHARE * whole_s
         if is_new and is_late and self.has_one_cut and self.is_wide():
             incumbent, kept = self.incumbent, frozenset(v for v, _ in self._carried())
-            schedule = searched_locally(self.problem, kept, incumbent.budget_bytes, incumbent.seconds, self.deadline)
+            moves_end = self.deadline - REFEREE_SHARE * whole_s
+            schedule = searched_locally(self.problem, kept, incumbent.budget_bytes, incumbent.seconds, moves_end)
             if schedule is not None:
                 self.offer(schedule)
             self.locally_searched_seconds = incumbent.seconds
