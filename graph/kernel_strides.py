@@ -210,7 +210,7 @@ def refuse_permuted_writes(dynamo_graph: fx.Graph) -> None:
 def _is_reordered(name: str, written: torch.Tensor) -> bool:
     """Whether the trace's new tensor has another order of memory than eager's.
 
-    A write to a part of a permuted tensor goes back to where it was in both; rrelu of such a part is a tensor of its own.
+    A write to a part of a permuted tensor goes back to where it was in both; rrelu of a part is a tensor of its own.
     """
     if name == "rrelu":
         return not torch.empty_like(written).is_contiguous()

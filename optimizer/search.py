@@ -13,6 +13,7 @@ from placemat.decode import decode
 from placemat.greedy import repaired
 from placemat.incumbent import Incumbent
 from placemat.linear_model import LinearAnswer, Solving
+from placemat.local_search import searched_locally
 from placemat.milp import Retention
 from placemat.neighborhood import neighborhoods
 from placemat.phases import Phases
@@ -44,6 +45,10 @@ NEIGHBORHOOD_S = 3.0
 NEIGHBORHOOD_SCALES = (1, 2, 4)
 MOST_FAILURES = 12
 CROSSOVER_S = 12.0
+# Plans are changed move by move when no more than this part of the time is left.
+LATE_SHARE = 0.5
+# Part of the time that is left for the referee then.
+REFEREE_SHARE = 0.03
 # Part of the asked gap that one MILP may leave: the rest is for what the referee and the tie-break add.
 GAP_SHARE = 0.95
 
@@ -64,7 +69,7 @@ class FamilySearch:
         self, phases: Phases, incumbent: Incumbent, gap: float, lower_seconds: float, *, is_tight: bool
     ) -> None:
         self.phases, self.incumbent, self.gap = phases, incumbent, gap
-        self.deadline = incumbent.deadline
+        self.started, self.deadline = time.monotonic(), incumbent.deadline
         self.lower_seconds = lower_seconds
         self.limit: str | None = None
         self.share_without_plan = SHARE_WITHOUT_PLAN
@@ -73,6 +78,7 @@ class FamilySearch:
         self.has_one_cut = phases.cuts[1:-1] == (default_cut(self.problem),)
         self.refinement = Refinement(self.problem, phases, incumbent.budget_bytes, set())
         self.crossover = Crossover()
+        self.locally_searched_seconds = math.inf  # of the latest incumbent that was searched around
         self.look_at_incumbent()
 
     @property
@@ -96,6 +102,7 @@ class FamilySearch:
 
     def run(self) -> None:
         """Until the gap is closed, the time is over, or another solve would not help."""
+        self.started = time.monotonic()
         while not self.is_closed() and not self.is_impossible:
             if self.seconds_left() <= 0:
                 self.limit = "time"
@@ -132,6 +139,22 @@ class FamilySearch:
         for scale in NEIGHBORHOOD_SCALES:
             self._improve_at(scale, deadline, whole)
 
+    def _search_locally(self) -> None:
+        """What the incumbent keeps over the cut, changed by moves that solving cut short has missed.
+
+        Late, when the gap is wide still: crossovers that start from such plans find less.
+        """
+        is_new = self.incumbent.seconds < self.locally_searched_seconds
+        whole_s = self.deadline - self.started
+        is_late = 0 < self.seconds_left() < LATE_SHARE * whole_s
+        if is_new and is_late and self.has_one_cut and self.is_wide():
+            incumbent, kept = self.incumbent, frozenset(v for v, _ in self._carried())
+            moves_end = self.deadline - REFEREE_SHARE * whole_s
+            schedule = searched_locally(self.problem, kept, incumbent.budget_bytes, incumbent.seconds, moves_end)
+            if schedule is not None:
+                self.offer(schedule)
+            self.locally_searched_seconds = incumbent.seconds
+
     def _goes_on(self, deadline: float, whole: Solving | None) -> bool:
         return self.is_wide() and time.monotonic() < deadline and not (whole is not None and whole.is_done())
 
@@ -139,6 +162,7 @@ class FamilySearch:
         """First between the solutions at hand; what the relaxation has otherwise is free too if that leads nowhere."""
         is_relaxed, limit_s = not self.crossover.solutions, CROSSOVER_S
         while self._goes_on(deadline, whole):
+            self._search_locally()
             built, seconds = self.refinement.build(), self.incumbent.seconds
             relaxed = self._relaxed(built, deadline - time.monotonic()) if is_relaxed else None
             fixed = self.crossover.fixed(built.model, self._carried(), relaxed)
