@@ -79,7 +79,7 @@ def minimum_budget(
     """
     started = time.monotonic()
     families = ladder(problem, phases)
-    starts = starting_schedules(problem, families[0], 0)
+    starts = [*starting_schedules(problem, families[0], 0)]
     starts += free_starts(problem, static_lower_bound(problem), phases, warm_start)
     if default_cut(problem) in families[0].cuts[1:-1]:
         starts.append(lowest_peak(problem))

@@ -16,7 +16,7 @@ The work is limited by a count of evaluated plans, not by a clock, so that equal
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -53,14 +53,21 @@ class Profile:
         return sum(m - budget_bytes for m in self.memory_bytes if m > budget_bytes)
 
 
-def segments(problem: Problem, budget_bytes: int) -> list[Schedule]:
-    """The segment plan with the lowest peak, and the cheapest one within the budget if there is one."""
+def segments(problem: Problem, budget_bytes: int) -> Iterator[Schedule]:
+    """Segment plans: the first that is found within the budget, if there is one; then the one with the lowest peak;
+    then, if any, the cheapest one within the budget."""
     search = KeptSets(problem)
-    plans = [search.profile(kept) for kept in search.segment_sets()] or [search.profile(search.everything)]
-    chosen = [min(plans, key=lambda plan: (plan.peak_bytes, plan.recompute_s))]
-    if fitting := [plan for plan in plans if plan.peak_bytes <= budget_bytes]:
-        chosen.append(min(fitting, key=lambda plan: (plan.recompute_s, plan.peak_bytes)))
-    return [canonical(problem, plan.computes) for plan in chosen]
+    plans: list[Profile] = []
+    fitting: list[Profile] = []
+    for kept in search.segment_sets() or [search.everything]:
+        plans.append(search.profile(kept))
+        if plans[-1].peak_bytes <= budget_bytes:
+            fitting.append(plans[-1])
+            if len(fitting) == 1:
+                yield canonical(problem, plans[-1].computes)
+    yield canonical(problem, min(plans, key=lambda plan: (plan.peak_bytes, plan.recompute_s)).computes)
+    if fitting:
+        yield canonical(problem, min(fitting, key=lambda plan: (plan.recompute_s, plan.peak_bytes)).computes)
 
 
 def lowest_peak(problem: Problem) -> Schedule:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 from placemat.baselines import save_all
@@ -207,9 +208,7 @@ class _Rungs:
     def _offer_starts(self, search: FamilySearch, starts: Sequence[Schedule]) -> int:
         """Quick plans; the lowest of their peaks."""
         problem, budget_bytes = self.incumbent.problem, self.incumbent.budget_bytes
-        schedules = [*starting_schedules(problem, search.phases, budget_bytes), *starts]
-        self.incumbent.offer_best(schedules)
-        return min((simulate(problem, schedule).peak_bytes for schedule in schedules), default=budget_bytes)
+        return self.incumbent.offer_best(chain(starts, starting_schedules(problem, search.phases, budget_bytes)))
 
     def _is_worth_climbing(self, search: FamilySearch) -> bool:
         """Whether a wider family may save enough of the step's seconds, going by its relaxation."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from placemat.baselines import chen_sqrt_n, recompute_all, save_all
 from placemat.greedy import segments
 from placemat.phases import Phases, PhasesArgument
@@ -22,9 +24,11 @@ def free_starts(
     return starts
 
 
-def starting_schedules(problem: Problem, phases: Phases, budget_bytes: int) -> list[Schedule]:
-    """Schedules of the family, in a fixed order; those with one cut belong to it if it has that cut, too."""
-    schedules = [save_all(problem)]
+def starting_schedules(problem: Problem, phases: Phases, budget_bytes: int) -> Iterator[Schedule]:
+    """Schedules of the family, in a fixed order, each as soon as it is made, for they differ in how long that takes;
+    those with one cut belong to the family if it has that cut, too."""
+    yield save_all(problem)
     if default_cut(problem) in phases.cuts[1:-1]:
-        schedules += [recompute_all(problem), chen_sqrt_n(problem), *segments(problem, budget_bytes)]
-    return schedules
+        yield chen_sqrt_n(problem)
+        yield recompute_all(problem)
+        yield from segments(problem, budget_bytes)
