@@ -37,6 +37,14 @@ def lowered_floor(problem: Problem, floor: Floor, schedule: Schedule) -> Floor:
     return floor
 
 
-def quick_floor(problem: Problem) -> Floor:
-    """A floor for a budget that does not need one: the lowest peak that is found without a solver."""
-    return minimum_budget(problem, time_limit_s=0.0)
+def floor_for(problem: Problem, budget_bytes: int, *, time_limit_s: float, progress: Callable[[str], None]) -> Floor:
+    """A floor that a budget can be held against, and a plan that fits if one does.
+
+    The lowest peak that is found without a solver is enough for a budget that is not below it: looking further takes
+    many seconds, and tells such a budget nothing.
+    """
+    if problem not in _FLOORS:
+        quick = minimum_budget(problem, time_limit_s=0.0)
+        if quick.minimum_bytes <= budget_bytes:
+            return quick
+    return known_floor(problem, time_limit_s=time_limit_s, progress=progress)

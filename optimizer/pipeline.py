@@ -27,7 +27,7 @@ from placemat.graph.loss import capture_loss
 from placemat.graph.loss_region import LossRegion
 from placemat.graph.lower import lower
 from placemat.graph.static import static_bytes
-from placemat.known_floors import known_floor, lowered_floor, quick_floor
+from placemat.known_floors import floor_for, known_floor, lowered_floor
 from placemat.parallel_wrappers import refuse_parallel
 from placemat.plan import Plan, SolvedProblem, build_plan
 from placemat.problem import Problem
@@ -112,8 +112,7 @@ class Planner:
             BudgetTooSmall, SolverFailed: see `plan`.
         """
         self._search_begins((1.0 + FLOOR_SHARE) * self.time_limit_s)
-        is_ample = self.budget_bytes is not None and stages.may_run_original(self.budget_bytes)
-        floor = quick_floor(stages.problem) if is_ample else self.floor(stages)
+        floor = self._floor_to_plan_from(stages)
         budget_bytes = self._budget(stages, floor)
         if budget_bytes < floor.minimum_bytes:
             raise too_small(
@@ -222,6 +221,12 @@ class Planner:
     def floor(self, stages: Stages) -> Floor:
         """Least peak of a plan for these stages. Found once per process and problem."""
         return known_floor(stages.problem, time_limit_s=self.time_limit_s, progress=self.say)
+
+    def _floor_to_plan_from(self, stages: Stages) -> Floor:
+        """Fractions count from the least peak; bytes need it only where they may be too few."""
+        if self.budget_fraction is not None or self.budget_bytes is None:
+            return self.floor(stages)
+        return floor_for(stages.problem, self.budget_bytes, time_limit_s=self.time_limit_s, progress=self.say)
 
     def _capture(
         self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any, kept: KeptModules

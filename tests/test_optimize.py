@@ -188,7 +188,7 @@ def test_plan_is_saved_and_applied_in_another_process(tmp_path):
         import placemat.pipeline
         def forbidden(*args, **kwargs):
             raise AssertionError("solved again")
-        placemat.pipeline.solve = placemat.pipeline.known_floor = forbidden
+        placemat.pipeline.solve = placemat.pipeline.known_floor = placemat.pipeline.floor_for = forbidden
         from tests.steps import make_step, run_step
         from tests.test_optimize import measured_peak
         torch.set_num_threads(1)

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 
 from placemat import contraction as contraction_module
+from placemat import known_floors
 from placemat.baselines import recompute_all, save_all
 from placemat.contraction import contract
+from placemat.floor import Floor
 from placemat.graph.errors import BudgetTooSmall, SolverFailed
 from placemat.identical import identical_ops
 from placemat.linear_model import LinearModel
@@ -231,3 +233,20 @@ def test_the_floor_is_that_of_the_widest_family() -> None:
     assert solve(problem, floor.minimum_bytes, time_limit_s=200.0).objective_seconds == 66.0
     with pytest.raises(BudgetTooSmall, match="269"):
         solve(problem, floor.minimum_bytes - 1)
+
+
+def test_a_budget_that_is_not_tight_does_not_wait_for_the_least_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = training_chain(13)
+    quick_bytes = solve_module.minimum_budget(problem, time_limit_s=0.0).minimum_bytes
+    searched: list[float] = []
+
+    def search(*_: object, time_limit_s: float, **__: object) -> Floor:
+        searched.append(time_limit_s)
+        return solve_module.minimum_budget(problem, time_limit_s=time_limit_s)
+
+    monkeypatch.setattr(known_floors, "known_floor", search)
+    floor = known_floors.floor_for(problem, quick_bytes, time_limit_s=5.0, progress=lambda _: None)
+    assert (floor.minimum_bytes, searched) == (quick_bytes, [])
+    assert floor.lower_bound_bytes <= quick_bytes
+    known_floors.floor_for(problem, quick_bytes - 1, time_limit_s=5.0, progress=lambda _: None)
+    assert searched == [5.0]
