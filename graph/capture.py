@@ -334,7 +334,9 @@ def first_line(error: BaseException) -> str:
 
 
 def explanation(error: BaseException) -> str:
-    """What PyTorch says of an error before it lists frames, on one line."""
+    """What PyTorch says of an error before it lists frames, on one line. Of values it speaks in symbols of its own."""
+    if "data-dependent expression" in str(error):
+        return "it decides by the value of a tensor, and a trace has no values"
     lines = itertools.takewhile(lambda line: not line.startswith("from user code"), _text_lines(error))
     return textwrap.shorten(" ".join(itertools.islice(lines, 6)), 600, placeholder=" ...")
 

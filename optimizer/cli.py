@@ -212,7 +212,7 @@ def _planning(options: argparse.Namespace, call: Call) -> dict[str, Any]:
 
 def _figures(plan: Plan) -> dict[str, Any]:
     names = (
-        "budget_bytes", "reserved_bytes", "floor_bytes", "floor_proven", "keep_everything_bytes",
+        "budget_bytes", "reserved_bytes", "floor_bytes", "floor_proven", "floor_bound_bytes", "keep_everything_bytes",
         "predicted_peak_bytes", "breakdown", "peak_op", "peak_source", "forward_backward_seconds",
         "recompute_seconds", "overhead", "lower_bound", "gap", "status", "family", "solve_seconds", "cost_source",
         "device", "torch_version", "placemat_version", "fingerprint", "runs_original", "notes",

@@ -50,7 +50,7 @@ def _figures(old: Plan, new: Plan) -> list[tuple[str, str, str, str]]:
     rows.append(("step", *_milliseconds(old.forward_backward_seconds, new.forward_backward_seconds)))
     for name in ("peak_op", "family", "status", "cost_source", "device", "torch_version", "placemat_version"):
         rows.append((name.replace("_", " "), str(getattr(old, name)), str(getattr(new, name)), ""))
-    for name in sorted({*old.options, *new.options} - {"call", "floor_bound_bytes"}):
+    for name in sorted({*old.options, *new.options} - {"call"}):
         rows.append((f"{name}=", str(old.options.get(name)), str(new.options.get(name)), ""))
     return rows
 

@@ -187,13 +187,14 @@ class Planner:
             reserved_bytes=self.reserved_bytes,
             floor_bytes=floor.minimum_bytes,
             floor_proven=floor.proven,
+            floor_bound_bytes=floor.lower_bound_bytes,
             keep_everything_bytes=stages.keep_everything_bytes,
             capture_seconds=stages.capture_seconds,
             module_digest=identity.module_digest,
             input_digest=identity.input_digest,
             runs_original=stages.may_run_original(budget_bytes),
             eager_bound_bytes=stages.eager_bound_bytes,
-            options={**self._options(stages), "call": identity.call, "floor_bound_bytes": floor.lower_bound_bytes},
+            options={**self._options(stages), "call": identity.call},
             notes=notes,
         )
 

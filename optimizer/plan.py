@@ -67,6 +67,7 @@ class Plan:
         reserved_bytes: what the user declared beside the graph (optimizer state, communication buffers).
         static_bytes: category -> bytes that are alive during the whole step whatever the plan.
         floor_bytes, floor_proven: smallest peak that was found, and whether there is provably none below in its family.
+        floor_bound_bytes: no plan of that family has a smaller peak.
         keep_everything_bytes: peak of planned code without any recomputation; eager's may be another.
         predicted_peak_bytes, breakdown: peak of this plan, and its bytes by category, which add up to it.
         peak_op, peak_source: the op that runs when the peak is reached, and the user's source line of it.
@@ -81,7 +82,7 @@ class Plan:
         schedule: the steps.
         decisions: what happens to each value, and why.
         notes: remarks of capture and planning.
-        options: what the plan was asked for with, as JSON values (tuples become lists); and the floor's lower bound.
+        options: what the plan was asked for with, as JSON values (tuples become lists).
     """
 
     budget_bytes: int
@@ -89,6 +90,7 @@ class Plan:
     static_bytes: dict[str, int]
     floor_bytes: int
     floor_proven: bool
+    floor_bound_bytes: int
     keep_everything_bytes: int
     predicted_peak_bytes: int
     breakdown: dict[str, int]
@@ -259,6 +261,7 @@ def build_plan(
     reserved_bytes: int,
     floor_bytes: int,
     floor_proven: bool,
+    floor_bound_bytes: int,
     keep_everything_bytes: int,
     capture_seconds: float,
     module_digest: str,
@@ -283,6 +286,7 @@ def build_plan(
         static_bytes=dict(graph.static_bytes),
         floor_bytes=floor_bytes,
         floor_proven=floor_proven,
+        floor_bound_bytes=floor_bound_bytes,
         keep_everything_bytes=keep_everything_bytes,
         predicted_peak_bytes=simulation.peak_bytes,
         breakdown=peak_breakdown(graph, simulation, reserved_bytes),

@@ -1,6 +1,6 @@
 """The file format of plans: one JSON object with a schema number and a digest of its content.
 
-    {"format": "placemat.plan", "schema": 3, "plan": {...}, "sha256": "..."}
+    {"format": "placemat.plan", "schema": 4, "plan": {...}, "sha256": "..."}
 
 Reading executes nothing. The digest is over the canonical JSON text (sorted keys, no spaces) of the other three
 entries: it finds damage and careless edits, it is no signature.
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from placemat.graph.errors import PlacematError, PlanMismatch
 
 FORMAT = "placemat.plan"
-SCHEMA = 3
+SCHEMA = 4
 _MAX_DEPTH = 5
 
 

@@ -65,8 +65,7 @@ def align(rows: Iterable[Sequence[str]], left: frozenset[int] = frozenset({0})) 
 
 def limit_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Floor, peak, budget and the peak of keeping everything."""
-    bound_bytes = plan.options.get("floor_bound_bytes")  # plan files that are older do not have it
-    below = "no proof" if bound_bytes is None else f"below {format_bytes(bound_bytes)} there is none"
+    below = f"below {format_bytes(plan.floor_bound_bytes)} there is none"
     proof = "proven for the solved family" if plan.floor_proven else f"smallest peak that was found, {below}"
     headroom = plan.budget_bytes - plan.predicted_peak_bytes
     room = f"{format_bytes(abs(headroom))} {'below' if headroom >= 0 else 'ABOVE'} the budget"

@@ -348,6 +348,6 @@ def test_constraints_travel_with_plans_and_modules(tmp_path) -> None:
     twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
     run_step(twin, (args[0][:1],))  # planned again, for another shape
     assert twin.plan.fingerprint != model.plan.fingerprint
-    of_the_shape = {"call": None, "floor_bound_bytes": None}
+    of_the_shape = {"call": None}
     assert {**twin.plan.options, **of_the_shape} == {**model.plan.options, **of_the_shape}
     assert not any(kept for value, kept in held_in_backward(twin.plan).items() if value.startswith("native_layer_norm"))

@@ -97,6 +97,14 @@ def test_counter_in_the_forward_keeps_running_and_is_warned_about(caplog):
     assert "compiled 8 times" in caplog.text
 
 
+def test_a_decision_by_the_value_of_a_tensor_is_refused_in_plain_words():
+    """`in` asks each element, and PyTorch speaks of its symbols then."""
+    model = Wrap(lambda m, x: m.a(x).sum() if 3.0 in x else m.b(x).sum())
+    with pytest.raises(placemat.CaptureError, match=r"by the value of a tensor.*At .*test_refusals.py:\d+") as caught:
+        placemat.optimize(model, "1 GiB", (X,))
+    assert "Eq(" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("forward", "parts", "words"),
     [
