@@ -107,15 +107,15 @@ class Row:
         return self.measured_peak_bytes <= self.budget_bytes and abs(self.peak_error) <= 0.005 and close
 
 
-def costing(name: str, workload: Workload, device: str) -> Costing:
-    with tempfile.TemporaryDirectory() as directory:
-        planner = Planner(cost_model=roofline(device), loss_fn=workload.loss)
-        graph = planner.stages(workload.model, workload.model.forward, workload.args, workload.kwargs).lowering.graph
-        seconds = []
-        for _ in range(2):
-            start = time.perf_counter()
-            costs = cost_graph(Measured(device, cache_dir=directory), graph)
-            seconds.append(time.perf_counter() - start)
+def costing(name: str, workload: Workload, device: str, cache_dir: str) -> Costing:
+    """Fills the empty `cache_dir`."""
+    planner = Planner(cost_model=roofline(device), loss_fn=workload.loss)
+    graph = planner.stages(workload.model, workload.model.forward, workload.args, workload.kwargs).lowering.graph
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        costs = cost_graph(Measured(device, cache_dir=cache_dir), graph)
+        seconds.append(time.perf_counter() - start)
     distinct = len({op.signature for op in graph.ops})
     return Costing(name, len(graph.ops), distinct, seconds[0], seconds[1], costs.notes)
 
@@ -126,7 +126,7 @@ def roofline(device: str) -> CostModel:
     return MeasuredWorkspaces(Roofline(host_spec()))
 
 
-def make_plans(workload: Workload, device: str) -> dict[str, placemat.Plan]:
+def make_plans(workload: Workload, device: str, cache_dir: str) -> dict[str, placemat.Plan]:
     """Plans by contender: "measured 0" to "measured 3" from the floor on, "roofline 0" to 3, and "everything"."""
     curves = {
         name: placemat.frontier(
@@ -138,7 +138,7 @@ def make_plans(workload: Workload, device: str) -> dict[str, placemat.Plan]:
             cost_model=cost_model,
             time_limit_s=TIME_LIMIT_S,
         ).plans
-        for name, cost_model in (("measured", Measured(device)), ("roofline", roofline(device)))
+        for name, cost_model in (("measured", Measured(device, cache_dir=cache_dir)), ("roofline", roofline(device)))
     }
     plans = {"everything": replace(curves["measured"][-1], runs_original=False)}
     for i, pair in enumerate(zip(*curves.values(), strict=True)):
@@ -165,8 +165,9 @@ def peak_bytes(planned: Workload) -> int:
     return always + placemat.measure(step_of(planned)).peak_bytes
 
 
-def run(name: str, workload: Workload, device: str, rounds: int) -> list[Row]:
-    plans = make_plans(workload, device)
+def run(name: str, workload: Workload, device: str, rounds: int, cache_dir: str) -> list[Row]:
+    """Plans with the costs that `cache_dir` has, for the machine's speed is not that of another day."""
+    plans = make_plans(workload, device, cache_dir)
     planned = {
         contender: workload._replace(model=placemat.apply(copy.deepcopy(workload.model), plan))
         for contender, plan in plans.items()
@@ -224,13 +225,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         workload = MODELS[name]()
         args, kwargs = _moved((workload.args, workload.kwargs), device)
         workload = workload._replace(model=workload.model.to(device), args=args, kwargs=kwargs)
-        cost = costing(name, workload, device.type)
-        print(
-            f"{name}: {cost.ops} ops, {cost.distinct} distinct, costed in {cost.cold_s:.2f} s cold and "
-            f"{cost.cached_s:.2f} s from the cache; {' '.join(cost.notes) or 'all of them by measurement'}",
-            flush=True,
-        )
-        rows = run(name, workload, device.type, arguments.rounds)
+        with tempfile.TemporaryDirectory() as cache_dir:
+            cost = costing(name, workload, device.type, cache_dir)
+            print(
+                f"{name}: {cost.ops} ops, {cost.distinct} distinct, costed in {cost.cold_s:.2f} s cold and "
+                f"{cost.cached_s:.2f} s from the cache; {' '.join(cost.notes) or 'all of them by measurement'}",
+                flush=True,
+            )
+            rows = run(name, workload, device.type, arguments.rounds, cache_dir)
         print(format_rows(rows), end="\n\n", flush=True)
         found.append({"costing": asdict(cost), "rows": [asdict(row) for row in rows]})
     if arguments.json is not None:

@@ -27,13 +27,14 @@ unless it is called predicted. This page is written by `python -m benchmarks.rep
     python -m benchmarks.side_by_side                # all workloads; a workload's name runs that one
     python -m benchmarks.report
 
-**How.** Every contender has a process of its own. Steps are timed in turns, one process at a time, by the processor's
-clock, with malloc holding freed memory as allocators of accelerators do. An overhead is the median over rounds of a
-step's time over that of eager's step in the same round; ± is twice the standard error of that median, estimated from
-the median absolute deviation. Peaks are replayed from the allocator's events, for all in the same way, with parameters,
-buffers and inputs. Loss, gradients, buffers and the random state after a step from a fixed seed are compared with
-eager's: *bitwise*; *close*, with an error (root mean square, as a part of the tensor's) under 0.01; or *WRONG*. The
-tensor with the largest error is named; 1e+09 stands for counters that differ.
+**How.** Every contender has a process of its own. Steps are timed in turns, in an order drawn for each round, one
+process at a time and each step after another one of the same process, by the processor's clock, with malloc holding
+freed memory as allocators of accelerators do. An overhead is the median over rounds of a step's time over that of
+eager's step in the same round; ± is twice the standard error of that median, estimated from the median absolute
+deviation. Peaks are replayed from the allocator's events, for all in the same way, with parameters, buffers and inputs.
+Loss, gradients, buffers and the random state after a step from a fixed seed are compared with eager's: *bitwise*;
+*close*, with an error (root mean square, as a part of the tensor's) under 0.01; or *WRONG*. The tensor with the largest
+error is named; 1e+09 stands for counters that differ.
 
 **Dominance.** For each peak that a peer reaches, placemat plans for that many bytes, and both are timed in the same
 rounds. *Ours less theirs* is the median over rounds of the difference, as a part of eager's step; the verdict is *the

@@ -53,13 +53,16 @@ def interleave(
     """Time all contenders once per round, in an order that is drawn anew for each (and is the same in every run).
 
     A machine's speed drifts by more than the differences looked for. Within a round it hardly does, so ratios are
-    taken there; drawing the order cancels what one contender leaves behind for the next (caches, allocator state).
-    One warm-up round is not counted. With `time.process_time` as clock, what other processes run is not counted either.
+    taken there; drawing the order cancels what one contender leaves behind for the next (allocator state, clocks).
+    Each timed run follows another one of the same contender, as steps of a training do: right after a contender with
+    other tensors it would find its own, and most of all what it keeps, in none of the caches. The first round is not
+    counted. With `time.process_time` as clock, what other processes run is not counted either.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     order = random.Random(0)
     for round_index in range(-1, rounds):
         for name in order.sample(list(contenders), len(contenders)):
+            contenders[name]()
             start = clock()
             contenders[name]()
             elapsed = clock() - start

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from placemat.cost_models.distance import far_values_bytes
 from placemat.graph.ir import Op, OpGraph
 
 Progress = Callable[[str], None]
@@ -28,13 +30,26 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """Per op of an OpGraph, in its order. Workspaces include what the graph itself knows (`Op.known_*`)."""
+    """Per op of an OpGraph, in its order. Workspaces include what the graph itself knows (`Op.known_*`).
+
+    Attributes:
+        source: where the figures come from, for people: "roofline: host CPU, 52 GFLOP/s, 11 GB/s".
+        notes: what the figures leave out.
+        far_s: seconds that a step takes longer because results of the op are read long after they were made, see
+            `cost_models.distance`; at most `runtime_s`. Empty: of no op.
+    """
 
     runtime_s: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
     recompute_workspace_bytes: tuple[int, ...]
-    source: str  # where the figures come from, for people: "roofline: host CPU, 52 GFLOP/s, 11 GB/s"
-    notes: tuple[str, ...] = ()  # what the figures leave out
+    source: str
+    notes: tuple[str, ...] = ()
+    far_s: tuple[float, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step without recomputation."""
+        return math.fsum((*self.runtime_s, *self.far_s))
 
 
 class CostModel(Protocol):
@@ -52,6 +67,15 @@ class Prepares(Protocol):
 
     def prepare(self, ops: Sequence[Op], progress: Progress | None) -> None:
         """`ops` are of distinct signatures."""
+
+
+@runtime_checkable
+class KnowsDistance(Protocol):
+    """A cost model whose seconds are those of ops that find their inputs in a cache."""
+
+    @property
+    def far_s_per_byte(self) -> float:
+        """Seconds per byte of a value by which writing and reading it takes longer if much else happens between."""
 
 
 def prepare(model: CostModel, ops: Sequence[Op], progress: Progress | None) -> None:
@@ -74,8 +98,17 @@ def cost_graph(model: CostModel, graph: OpGraph, progress: Progress | None = Non
             o.known_workspace_bytes + c.workspace_bytes + o.known_recompute_workspace_bytes for o, c in pairs
         ),
         source=model.source,
+        far_s=_far_s(model, graph, [c.runtime_s for _, c in pairs]),
         notes=_notes((op.target, by_signature[op.signature]) for op in distinct),
     )
+
+
+def _far_s(model: CostModel, graph: OpGraph, runtime_s: Sequence[float]) -> tuple[float, ...]:
+    far_bytes = far_values_bytes(graph)
+    if not any(far_bytes) or not isinstance(model, KnowsDistance):
+        return ()
+    rate = model.far_s_per_byte
+    return tuple(min(seconds, rate * size) for seconds, size in zip(runtime_s, far_bytes, strict=True))
 
 
 def _notes(costs: Iterable[tuple[str, OpCost]]) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ def fused_costs(costs: Costs, graph: OpGraph) -> Costs:
     return replace(
         costs,
         runtime_s=tuple(s * share for s, share in zip(costs.runtime_s, shares, strict=True)),
+        far_s=(),  # known of ops that run one by one
         source=f"{costs.source}; elementwise ops by the traffic that is left of them in fused kernels",
     )
 

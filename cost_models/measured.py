@@ -24,6 +24,7 @@ import torch
 
 from placemat.cost_models.base import CostModel, OpCost, Progress, prepare
 from placemat.cost_models.cache import JsonCache
+from placemat.cost_models.distance import cpu_far_s_per_byte
 from placemat.cost_models.flops import bytes_moved, flops
 from placemat.cost_models.machine import machine_key, settings_key
 from placemat.cost_models.modes import outside_dispatch_modes
@@ -96,7 +97,9 @@ class Measured:
         self._otherwise = otherwise
         self.device = device
         self.time_limit_s = time_limit_s
-        self._cache = JsonCache("measured", None if cache_dir is None else Path(cache_dir), _is_entry)
+        self._cache_dir = None if cache_dir is None else Path(cache_dir)
+        self._cache = JsonCache("measured", self._cache_dir, _is_entry)
+        self._far_s_per_byte: float | None = None
         self._entries: dict[str, Any] = {}  # what the cache said, or would have if it could be written; by key
         self._late: set[str] = set()  # keys of ops that the time limit cut off
         self._costed: dict[str, OpCost] = {}  # by signature text, for `recorded`
@@ -115,6 +118,13 @@ class Measured:
     @property
     def source(self) -> str:
         return f"measured: {machine_key(self.device)}"
+
+    @property
+    def far_s_per_byte(self) -> float:
+        """See `cost_models.distance`; 0 on CUDA, where it was not measured."""
+        if self._far_s_per_byte is None:
+            self._far_s_per_byte = cpu_far_s_per_byte(self._cache_dir) if self.device == "cpu" else 0.0
+        return self._far_s_per_byte
 
     def prepare(self, ops: Sequence[Op], progress: Progress | None) -> None:
         """Measure what is not in the cache, all ops together, within the time limit."""
@@ -150,7 +160,7 @@ class Measured:
 
     def recorded(self) -> Recorded:
         """Everything that this object has costed by measurement so far, to save and to plan with elsewhere."""
-        return Recorded(dict(self._costed), source=self.source)
+        return Recorded(dict(self._costed), source=self.source, far_s_per_byte=self.far_s_per_byte)
 
     def _why_not(self, op: Op) -> str | None:
         """Why there is no measurement of an op that could be measured; makes it if nothing is in the way."""

@@ -7,7 +7,8 @@
     placemat.plan(model, budget, args, cost_model=placemat.Recorded.load("h200.json"))   # on any machine
 
 The file is JSON: a version, the source in words, and one entry per op, filed under the op's signature as text (see
-`signature_text`), with seconds and workspace bytes. It is meant to be read and may be edited.
+`signature_text`), with seconds and workspace bytes; and `far_s_per_byte`, 0 where it has none. It is meant to be read
+and may be edited.
 """
 
 from __future__ import annotations
@@ -37,10 +38,19 @@ class Recorded:
         costs: by signature as text.
         source: where the figures come from, for people.
         otherwise: cost model for ops that are not in the recording, which `plan.notes` then names; None refuses them.
+        far_s_per_byte: see `cost_models.distance`.
     """
 
-    def __init__(self, costs: Mapping[str, OpCost], *, source: str, otherwise: CostModel | None = None) -> None:
+    def __init__(
+        self,
+        costs: Mapping[str, OpCost],
+        *,
+        source: str,
+        otherwise: CostModel | None = None,
+        far_s_per_byte: float = 0.0,
+    ) -> None:
         self.costs = dict(costs)
+        self.far_s_per_byte = far_s_per_byte
         self.otherwise = otherwise
         self._source = source
 
@@ -74,7 +84,12 @@ class Recorded:
 
     def save(self, path: Path | str) -> None:
         entries = {text: [c.runtime_s, c.workspace_bytes] for text, c in sorted(self.costs.items())}
-        content = {"version": _VERSION, "source": self._source, "costs": entries}
+        content = {
+            "version": _VERSION,
+            "source": self._source,
+            "far_s_per_byte": self.far_s_per_byte,
+            "costs": entries,
+        }
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
@@ -93,7 +108,8 @@ class Recorded:
         if not isinstance(content.get("costs"), dict):
             raise PlacematError(f"{path} is no recording of costs: it has no table `costs`.")
         costs = {text: _parse(path, text, entry) for text, entry in content["costs"].items()}
-        return cls(costs, source=str(content.get("source", path)), otherwise=otherwise)
+        far = checked(content.get("far_s_per_byte", 0.0), 0, f"`far_s_per_byte` in {path}").runtime_s
+        return cls(costs, source=str(content.get("source", path)), otherwise=otherwise, far_s_per_byte=far)
 
 
 def _parse(path: Path | str, text: str, entry: Any) -> OpCost:

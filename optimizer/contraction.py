@@ -174,6 +174,7 @@ class _Builder:
         return replace(
             op,
             runtime_s=sum(o.runtime_s for o in group),
+            far_s=sum(o.far_s for o in group),
             recompute_inputs=tuple(reads),
             recompute_workspace_bytes=self._workspace_bytes(self.groups[step]),
         )

@@ -22,7 +22,7 @@ class Decision:
         bytes: bytes of the value.
         kept: held from forward into backward.
         recomputed: how often its op runs again.
-        runtime_s: seconds of one run of its op.
+        recompute_s: what one recomputation of its op adds to the step.
         why: the reason, for people.
     """
 
@@ -38,7 +38,7 @@ class Decision:
     bytes: int
     kept: bool
     recomputed: int
-    runtime_s: float
+    recompute_s: float
     why: str
 
 
@@ -53,7 +53,7 @@ def decide(graph: OpGraph, costs: Costs, schedule: Schedule) -> tuple[Decision, 
         if value.bytes == 0 or (op.phase != "forward" and not recomputed):
             continue
         kept = value.index in held
-        runtime_s = costs.runtime_s[op.index]
+        recompute_s = costs.runtime_s[op.index] - (costs.far_s[op.index] if costs.far_s else 0.0)
         decisions.append(
             Decision(
                 index=value.index,
@@ -68,8 +68,8 @@ def decide(graph: OpGraph, costs: Costs, schedule: Schedule) -> tuple[Decision, 
                 bytes=value.bytes,
                 kept=kept,
                 recomputed=recomputed,
-                runtime_s=runtime_s,
-                why=_why(value, op, runtime_s, kept, recomputed, graph.dropped.get(value.index)),
+                recompute_s=recompute_s,
+                why=_why(value, op, recompute_s, kept, recomputed, graph.dropped.get(value.index)),
             )
         )
     return tuple(decisions)
@@ -90,16 +90,16 @@ def _held_over_border(graph: OpGraph, schedule: Schedule) -> set[int]:
     return {v for v in held if graph.ops[graph.values[v].producer].phase == "forward"}
 
 
-def _why(value: Value, op: Op, runtime_s: float, kept: bool, recomputed: int, why_dropped: str | None) -> str:
+def _why(value: Value, op: Op, recompute_s: float, kept: bool, recomputed: int, why_dropped: str | None) -> str:
     if value.pinned:
         return "held by the caller or by autograd to the end of the step"
     if recomputed:
         gain = "remakes it after it was freed" if kept else f"makes room for {format_bytes(value.bytes)}"
         asked = f"; {why_dropped}" if why_dropped else ""
-        return f"running {op.target} again, {runtime_s * 1e3:.3g} ms a time, {gain}{asked}"
+        return f"running {op.target} again, {recompute_s * 1e3:.3g} ms a time, {gain}{asked}"
     if not kept:
         return "not needed after its last use" if op.phase == "backward" else "not needed by backward"
     if not op.recomputable:
         return f"cannot be recomputed: {op.why_not}"
-    saved = f"{runtime_s * 1e3:.3g} ms and the recomputation of what it is made from"
+    saved = f"{recompute_s * 1e3:.3g} ms and the recomputation of what it is made from"
     return f"keeping {format_bytes(value.bytes)} saves {saved}"

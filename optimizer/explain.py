@@ -82,7 +82,7 @@ def _is_about(decision: Decision, name: str) -> bool:
 def _op_lines(plan: Plan, op: int, decisions: Sequence[Decision]) -> list[str]:
     label = plan.labels.ops[op]
     where = f"in {label.module_path}" if label.module_path else "outside of submodules"
-    ms = decisions[0].runtime_s * 1e3
+    ms = decisions[0].recompute_s * 1e3
     lines = [f"{plan.problem.ops[op].name}: {label.target} {where}, {ms:.3g} ms a run"]
     lines.append(f"    {short_source(label.source) or 'no source line'}")
     for decision in decisions:

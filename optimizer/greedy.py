@@ -140,7 +140,7 @@ class KeptSets:
             if w not in again:
                 again.add(w)
                 stack.extend(self.producer[u] for u in ops[w].recompute_inputs if u in missing)
-        return sum(ops[w].runtime_s for w in sorted(again))
+        return sum(ops[w].recompute_s for w in sorted(again))
 
     def segment_sets(self) -> list[frozenset[int]]:
         """Keep what crosses every k-th narrow place of the forward, for several narrownesses and k."""
@@ -204,7 +204,7 @@ class KeptSets:
 
         def worth(group: frozenset[int]) -> float:
             (op,) = {self.producer[v] for v in group}
-            return self.problem.ops[op].runtime_s / max(1, sum(self.bytes[v] for v in group))
+            return self.problem.ops[op].recompute_s / max(1, sum(self.bytes[v] for v in group))
 
         changed = True
         while changed:
@@ -267,7 +267,7 @@ class KeptSets:
             w = self.producer[stack.pop()]
             if w not in done:
                 done.add(w)
-                seconds += self.problem.ops[w].runtime_s
+                seconds += self.problem.ops[w].recompute_s
                 stack.extend(u for u in self.problem.ops[w].recompute_inputs if u in missing)
         return seconds
 
@@ -290,7 +290,7 @@ class KeptSets:
             else:
                 memory.append(live + self.output_bytes[o] + op.recompute_workspace_bytes)
                 live += sum(size[v] for v in op.outputs if not self.pinned[v])
-                seconds += op.runtime_s
+                seconds += op.recompute_s
             live -= freed[i]
         return Profile(computes, is_first, memory, seconds)
 

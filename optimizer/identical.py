@@ -46,7 +46,7 @@ def _labels(problem: Problem) -> list[int]:
 
 def _own(problem: Problem, op: ProblemOp) -> Hashable:
     outputs = tuple((problem.values[v].bytes, problem.values[v].pinned) for v in op.outputs)
-    share = round(op.runtime_s / (problem.runtime_s or 1.0), DIGITS)
+    share = round(op.recompute_s / (problem.runtime_s or 1.0), DIGITS)
     return share, op.workspace_bytes, op.recompute_workspace_bytes, op.recomputable, outputs
 
 

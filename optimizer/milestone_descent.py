@@ -81,7 +81,7 @@ class MilestoneDescent:
             if o == started:
                 started += 1
             else:
-                seconds[started] += self.problem.ops[o].runtime_s
+                seconds[started] += self.problem.ops[o].recompute_s
         return seconds
 
     def _model(self, region: list[int]) -> tuple[Milestones, Rows]:

@@ -80,7 +80,7 @@ class Milestones:
     def costs(self) -> dict[int, float]:
         """Column -> units of the objective, with a tie-break of TIE_SCALE in all."""
         unit_s, tie = cost_unit_s(self.problem), TIE_SCALE / max(len(self.again), 1)
-        return {column: self.problem.ops[o].runtime_s / unit_s + tie for (o, _), column in self.again.items()}
+        return {column: self.problem.ops[o].recompute_s / unit_s + tie for (o, _), column in self.again.items()}
 
     def _add_columns(self) -> None:
         last, op_last = self._last_parts()

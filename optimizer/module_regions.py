@@ -121,7 +121,7 @@ def _region(step: EagerStep, path: str, first: int, last: int) -> Region | None:
         release=max(backward_ops),
         inputs=tuple(sorted(read)),
         copies=copies,
-        seconds=sum(step.problem.ops[op].runtime_s for op in again),
+        seconds=sum(step.problem.ops[op].recompute_s for op in again),
         state_bytes=state_bytes,
         local_peak_bytes=_local_peak_bytes(step, again, copies) + state_bytes,
     )

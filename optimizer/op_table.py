@@ -77,7 +77,7 @@ def _row(decision: Decision, block: str) -> tuple[str, ...]:
         shape_text(decision.shape, decision.dtype),
         format_bytes(decision.bytes),
         fate(decision),
-        f"{decision.runtime_s * 1e3:.3g}",
+        f"{decision.recompute_s * 1e3:.3g}",
         f".{inside}" if inside else "",
         "/".join(location(decision.source).split("/")[-2:]),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -292,7 +291,7 @@ def build_plan(
         breakdown=peak_breakdown(graph, simulation, reserved_bytes),
         peak_op=peak_op.name,
         peak_source=peak_op.source,
-        forward_backward_seconds=math.fsum(costs.runtime_s),
+        forward_backward_seconds=costs.step_s,
         recompute_seconds=simulation.recompute_seconds,
         lower_bound_seconds=result.lower_bound_seconds,
         status=result.status,

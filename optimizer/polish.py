@@ -131,4 +131,4 @@ class _Profile:
 
 def _seconds_per_byte(problem: Problem, index: int) -> float:
     op = problem.ops[index]
-    return op.runtime_s / (1 + sum(problem.values[v].bytes for v in op.outputs))
+    return op.recompute_s / (1 + sum(problem.values[v].bytes for v in op.outputs))

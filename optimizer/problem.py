@@ -29,6 +29,8 @@ class ProblemOp:
     """One op; its index in `Problem.ops` is the step at which it runs first.
 
     A recomputation reads `recompute_inputs`, which are `inputs` unless given, and needs `recompute_workspace_bytes`.
+    `far_s`, at most `runtime_s`, are seconds that the step takes for reading results of the op long after they were
+    made, and that a recomputation saves (`cost_models.distance`).
     """
 
     name: str
@@ -39,10 +41,16 @@ class ProblemOp:
     recomputable: bool = True
     recompute_inputs: tuple[int, ...] = None  # type: ignore[assignment]  # None becomes `inputs`
     recompute_workspace_bytes: int = 0
+    far_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.recompute_inputs is None:
             object.__setattr__(self, "recompute_inputs", self.inputs)
+
+    @property
+    def recompute_s(self) -> float:
+        """What a recomputation adds to the step."""
+        return self.runtime_s - self.far_s
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,7 +81,7 @@ class Problem:
     @cached_property
     def runtime_s(self) -> float:
         """Seconds of one pass over all ops, without recomputation."""
-        return math.fsum(op.runtime_s for op in self.ops)
+        return math.fsum(seconds for op in self.ops for seconds in (op.runtime_s, op.far_s))
 
     def validate(self) -> None:
         """Check what every solver relies on; see the class for the errors."""
@@ -98,6 +106,8 @@ class Problem:
         where = f"op {step} ({op.name})"
         if not (math.isfinite(op.runtime_s) and op.runtime_s >= 0):
             raise ValueError(f"`runtime_s` of {where} must be finite and >= 0, got {op.runtime_s}")
+        if not 0 <= op.far_s <= op.runtime_s:
+            raise ValueError(f"`far_s` of {where} must be between 0 and `runtime_s`, {op.runtime_s}; got {op.far_s}")
         _check_amount(f"`workspace_bytes` of {where}", op.workspace_bytes)
         _check_amount(f"`recompute_workspace_bytes` of {where}", op.recompute_workspace_bytes)
         for kind in ("inputs", "recompute_inputs", "outputs"):
@@ -191,6 +201,7 @@ class Problem:
                 recomputable=op.recomputable,
                 recompute_inputs=tuple(op.recompute_inputs),
                 recompute_workspace_bytes=costs.recompute_workspace_bytes[op.index],
+                far_s=costs.far_s[op.index] if costs.far_s else 0.0,
             )
             for op in graph.ops
         )

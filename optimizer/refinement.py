@@ -210,4 +210,4 @@ def objective_costs(model: Retention) -> dict[int, float]:
     """sum of (c_o + tie) X[o,p], in units of `cost_unit_s`."""
     unit_s = cost_unit_s(model.problem)
     tie = TIE_SCALE / max(len(model.Y), 1)
-    return {ramp.final: model.problem.ops[o].runtime_s / unit_s + tie for (o, _), ramp in model.Y.items()}
+    return {ramp.final: model.problem.ops[o].recompute_s / unit_s + tie for (o, _), ramp in model.Y.items()}

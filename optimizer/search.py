@@ -276,7 +276,7 @@ class FamilySearch:
 
     def _check_objective(self, model: Retention, solution: np.ndarray, simulation: Simulation) -> None:
         """An integral solution says what its schedule costs."""
-        columns = [(solution[ramp.final], self.problem.ops[o].runtime_s) for (o, _), ramp in model.Y.items()]
+        columns = [(solution[ramp.final], self.problem.ops[o].recompute_s) for (o, _), ramp in model.Y.items()]
         if all(min(x, 1 - x) <= FRACTION for x, _ in columns):
             claimed_s = sum(round(x) * runtime_s for x, runtime_s in columns)
             assert abs(claimed_s - simulation.recompute_seconds) <= 1e-9 * max(self.problem.runtime_s, claimed_s)

@@ -108,7 +108,7 @@ class _Profile:
             for ops in sorted(kinds):
                 saved = self._saved_bytes(v, stretch, ops, budget_bytes)
                 if saved > 0:
-                    seconds = sum(self.problem.ops[o].runtime_s for o in ops)
+                    seconds = sum(self.problem.ops[o].recompute_s for o in ops)
                     seconds += _LEAST_SECONDS * self.problem.runtime_s
                     yield _Move((-saved / seconds, v, len(ops)), stretch[1], ops)
 

@@ -75,7 +75,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
             if is_first:
                 num_started += 1
             else:
-                again.append(op.runtime_s)
+                again.append(op.recompute_s)
         else:
             _check_free(problem, index, step.value, resident)
             del resident[step.value]

@@ -142,7 +142,7 @@ def _tally(decisions: Iterable[Decision]) -> _Tally:
     listed = list(decisions)
     kept = [d.bytes for d in listed if d.kept]
     recomputed = [d.bytes for d in listed if d.recomputed and not d.kept]
-    seconds_by_op = {d.op: d.recomputed * d.runtime_s for d in listed}
+    seconds_by_op = {d.op: d.recomputed * d.recompute_s for d in listed}
     return _Tally(len(kept), sum(kept), len(recomputed), sum(recomputed), sum(seconds_by_op.values()) * 1e3)
 
 

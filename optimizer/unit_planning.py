@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -212,9 +211,7 @@ class UnitPlanning:
             status = "optimal" if choice.is_optimal else "feasible"
             chosen = _Chosen(point.schedule, status, curve.family, bound, choice.solve_seconds)
             plans[trial.path] = trial.plan(chosen, curve.stages)
-            figures[trial.path] = _figures(
-                point, math.fsum(curve.stages.costs.runtime_s), step.unit_of_call.count(unit)
-            )
+            figures[trial.path] = _figures(point, curve.stages.costs.step_s, step.unit_of_call.count(unit))
         return self._result(plans, figures, choice, step, everything, kinds[0].family)
 
     def _result(

@@ -122,7 +122,7 @@ class WrappedStep:
         self, op: int, reads: Sequence[int], outputs: Sequence[int], workspace_bytes: int, again: int | None = None
     ) -> None:
         original = self.step.problem.ops[op]
-        run = ProblemOp(original.name, tuple(sorted(reads)), tuple(outputs), original.runtime_s, workspace_bytes)
+        run = ProblemOp(original.name, tuple(sorted(reads)), tuple(outputs), original.recompute_s, workspace_bytes)
         self._append(run, op, again)
 
     def _append(self, op: ProblemOp, source: int, again: int | None = None) -> None:

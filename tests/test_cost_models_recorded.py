@@ -82,9 +82,15 @@ def test_a_spoilt_recording_is_refused(tmp_path: Path, content: str, message: st
 
 def test_a_recording_is_for_people_to_read(tmp_path: Path) -> None:
     text = signature_text(product().signature)
-    Recorded({text: OpCost(2e-3, 64)}, source="my machine").save(tmp_path / "costs.json")
+    Recorded({text: OpCost(2e-3, 64)}, source="my machine", far_s_per_byte=5e-11).save(tmp_path / "costs.json")
     content = json.loads((tmp_path / "costs.json").read_text())
-    assert content == {"version": 1, "source": "my machine", "costs": {text: [2e-3, 64]}}
+    assert content == {
+        "version": 1,
+        "source": "my machine",
+        "far_s_per_byte": 5e-11,
+        "costs": {text: [2e-3, 64]},
+    }
+    assert Recorded.load(tmp_path / "costs.json").far_s_per_byte == 5e-11
 
 
 def test_a_function_of_the_user_decides_what_is_recomputed() -> None:

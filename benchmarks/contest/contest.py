@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -200,14 +201,15 @@ class Contest:
 
 
 def interleave(workers: Mapping[str, Worker], rounds: int) -> dict[str, list[float]]:
-    """Processor seconds of a step of each worker, round by round; one runs at a time, and every other round backwards.
+    """Processor seconds of a step of each worker, round by round, one worker at a time.
 
     As `timing.interleave`, which has the reasons, but with each contender in its own process.
     """
     seconds: dict[str, list[float]] = {name: [] for name in workers}
+    order = random.Random(0)
     for round_index in range(-1, rounds):
-        names = list(workers)
-        for name in names if round_index % 2 else names[::-1]:
+        for name in order.sample(list(workers), len(workers)):
+            workers[name].call("step")
             elapsed = workers[name].call("step")
             if round_index >= 0:
                 seconds[name].append(elapsed)
