@@ -155,9 +155,7 @@ def _read_again(graph: OpGraph) -> set[int]:
 def _select(graph: OpGraph, argument: str, entry: str) -> _Selection:
     """What an entry matches: modules, or else operators and ops."""
     candidates = [op for op in graph.ops if op.phase == "forward" and not op.target.startswith("placemat.")]
-    inside = [
-        op.index for op in candidates if any(fnmatchcase(path, entry) for path in module_ancestors(op.module_path))
-    ]
+    inside = [op.index for op in candidates if is_inside(op.module_path, entry)]
     named = [op.index for op in candidates if any(fnmatchcase(name, entry) for name in _names(op))]
     if not inside and not named:
         raise _no_match(candidates, argument, entry)
@@ -168,6 +166,11 @@ def _select(graph: OpGraph, argument: str, entry: str) -> _Selection:
 def _names(op: Op) -> tuple[str, str, str]:
     """An op's own name, its operator, and its operator without the overload."""
     return op.name, op.target, op.target.rpartition(".")[0]
+
+
+def is_inside(module_path: str, entry: str) -> bool:
+    """Whether a module is one that an entry names, or is inside one."""
+    return any(fnmatchcase(path, entry) for path in module_ancestors(module_path))
 
 
 def module_ancestors(path: str) -> list[str]:

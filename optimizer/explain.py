@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from placemat.alternative import Alternative, keep_instead, recompute_instead
-from placemat.constraints import module_ancestors
+from placemat.constraints import is_inside
 from placemat.graph.errors import PlacematError
 from placemat.labels import location, shape_text, short_source
 from placemat.replay import may_be_dropped
@@ -49,7 +49,7 @@ def _ops_about(plan: Plan, name: str) -> dict[int, list[Decision]]:
     """Op index -> decisions about its results, for every op that `name` means."""
     about = (
         [d for d in plan.decisions if _is_about(d, name)]
-        or [d for d in plan.decisions if any(fnmatchcase(path, name) for path in module_ancestors(d.module_path))]
+        or [d for d in plan.decisions if is_inside(d.module_path, name)]
         or [d for d in plan.decisions if any(fnmatchcase(text, name) for text in _names(d))]
     )
     if not about or not name:
