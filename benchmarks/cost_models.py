@@ -37,12 +37,12 @@ from benchmarks.timing import hold_freed_memory, interleave
 from placemat.cost_models import Measured, MeasuredWorkspaces, Roofline, cost_graph, device_spec, host_spec
 from placemat.cost_models.base import CostModel
 from placemat.graph.static import static_bytes
-from placemat.pipeline import Planner
+from placemat.pipeline import Identity, Planner
 from tests import models
 from tests.models import Workload
 
-TIME_LIMIT_S = 20.0  # for the plans of one kind of costs together
-POINTS = 5  # of the frontier; the last one keeps everything
+TIME_LIMIT_S = 20.0  # for one plan
+POINTS = 4  # budgets; one more keeps everything
 
 
 def _bfloat16() -> Workload:
@@ -127,24 +127,26 @@ def roofline(device: str) -> CostModel:
 
 
 def make_plans(workload: Workload, device: str, cache_dir: str) -> dict[str, placemat.Plan]:
-    """Plans by contender: "measured 0" to "measured 3" from the floor on, "roofline 0" to 3, and "everything"."""
-    curves = {
-        name: placemat.frontier(
-            workload.model,
-            workload.args,
-            workload.kwargs,
-            points=POINTS,
-            loss_fn=workload.loss,
-            cost_model=cost_model,
-            time_limit_s=TIME_LIMIT_S,
-        ).plans
-        for name, cost_model in (("measured", Measured(device, cache_dir=cache_dir)), ("roofline", roofline(device)))
+    """Plans by contender: "measured 0" to "measured 3" from the floor on, "roofline 0" to 3, and "everything".
+
+    Those of one number have one budget: the floor is the higher one of the two that were found.
+    """
+    call = workload.model, workload.model.forward, workload.args, workload.kwargs
+    cost_models = {"measured": Measured(device, cache_dir=cache_dir), "roofline": roofline(device)}
+    planners = {
+        name: Planner(cost_model=model, loss_fn=workload.loss, time_limit_s=TIME_LIMIT_S)
+        for name, model in cost_models.items()
     }
-    plans = {"everything": replace(curves["measured"][-1], runs_original=False)}
-    for i, pair in enumerate(zip(*curves.values(), strict=True)):
-        budget_bytes = max(plan.budget_bytes for plan in pair)  # the floors that were found may differ a little
-        plans.update({f"{n} {i}": replace(p, budget_bytes=budget_bytes) for n, p in zip(curves, pair, strict=True)})
-    return plans
+    stages = {name: planner.stages(*call) for name, planner in planners.items()}
+    low = max(planners[name].floor(stages[name]).minimum_bytes for name in planners)
+    high, identity = stages["measured"].keep_everything_bytes, Identity.of(*call)
+
+    def plan(name: str, i: int) -> placemat.Plan:
+        budget_bytes = low + i * (high - low) // POINTS
+        return replace(planners[name], budget_bytes=budget_bytes).solved(stages[name], identity)
+
+    plans = {f"{name} {i}": plan(name, i) for name in planners for i in range(POINTS)}
+    return {**plans, "everything": replace(plan("measured", POINTS), runs_original=False)}
 
 
 def step_of(planned: Workload) -> Callable[[], object]:
@@ -176,7 +178,7 @@ def run(name: str, workload: Workload, device: str, rounds: int, cache_dir: str)
     clock = time.process_time if device == "cpu" else time.perf_counter
     timings = interleave(steps, reference="everything", rounds=rounds, clock=clock)
     rows = []
-    for i in range(POINTS - 1):
+    for i in range(POINTS):
         plan, other = plans[f"measured {i}"], plans[f"roofline {i}"]
         rows.append(
             Row(

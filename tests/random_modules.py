@@ -39,6 +39,8 @@ def _draw_result(sketch: Sketch, loss: str) -> tuple[str, tuple[str, ...]]:
     inputs = {id(sketch.values[name]) for name, _ in sketch.inputs}
     made = [n for n in trained if id(sketch.values[n]) not in inputs]
     ends = list(dict.fromkeys([*made[-2:], *choose.sample(made, min(2, len(made)))]))
+    if not ends:  # everything was overwritten, or is without a gradient
+        return "None", ()
     if loss == "inside":
         text = " + ".join(f"{n}.float().square().mean()" for n in ends)
         if sketch.maybe(0.7):
