@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from placemat.cost_models.base import CostModel, OpCost, Progress, prepare
+from placemat.cost_models.base import CostModel, KnowsDistance, OpCost, Progress, prepare
 from placemat.cost_models.operands import base_target
 from placemat.cost_models.recorded import checked
 from placemat.graph.errors import PlacematError
@@ -68,6 +68,11 @@ class CostTable(CostFunction):
     @property
     def source(self) -> str:
         return f"a table of {len(self.table)} operators; otherwise {self.otherwise.source}"
+
+    @property
+    def far_s_per_byte(self) -> float:
+        """What `otherwise` knows of it, for most operators are left to it."""
+        return self.otherwise.far_s_per_byte if isinstance(self.otherwise, KnowsDistance) else 0.0
 
     def _look_up(self, op: Op) -> Figures | None:
         return self.table.get(op.target, self.table.get(base_target(op.target)))

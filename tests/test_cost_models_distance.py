@@ -11,7 +11,7 @@ from torch import nn
 
 import placemat
 from placemat.baselines import recompute_all, save_all
-from placemat.cost_models import OpCost, cost_graph, distance
+from placemat.cost_models import CostFunction, CostTable, OpCost, cost_graph, distance
 from placemat.graph.ir import Op, OpGraph, OpSignature, Value
 from placemat.problem import Problem, ProblemOp
 from placemat.simulate import simulate
@@ -70,6 +70,12 @@ def test_a_model_that_knows_nothing_of_caches_is_not_asked_for_them() -> None:
             return OpCost(1.0, 0)
 
     assert cost_graph(Simple(), step(16 * MIB, 64 * MIB, MIB)).far_s == ()
+
+
+def test_a_table_of_some_operators_leaves_distance_to_the_other_model() -> None:
+    graph = step(16 * MIB, 64 * MIB, MIB)
+    assert cost_graph(CostTable({"aten.add": (5.0, 0)}, Flat()), graph).far_s == cost_graph(Flat(), graph).far_s
+    assert cost_graph(CostFunction(lambda op: (1.0, 0), Flat()), graph).far_s == ()
 
 
 def test_more_than_an_op_takes_is_refused() -> None:
