@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from placemat.cost_models.distance import far_values_bytes
+from placemat.graph.errors import PlacematError
 from placemat.graph.ir import Op, OpGraph
 
 Progress = Callable[[str], None]
@@ -85,7 +86,11 @@ def prepare(model: CostModel, ops: Sequence[Op], progress: Progress | None) -> N
 
 
 def cost_graph(model: CostModel, graph: OpGraph, progress: Progress | None = None) -> Costs:
-    """Cost every op of the graph once per distinct signature."""
+    """Cost every op of the graph once per distinct signature.
+
+    Raises:
+        PlacematError: the model's `far_s_per_byte` is no time.
+    """
     first = {op.signature: op for op in reversed(graph.ops)}
     distinct = sorted(first.values(), key=lambda op: op.index)
     prepare(model, distinct, progress)
@@ -108,6 +113,11 @@ def _far_s(model: CostModel, graph: OpGraph, runtime_s: Sequence[float]) -> tupl
     if not any(far_bytes) or not isinstance(model, KnowsDistance):
         return ()
     rate = model.far_s_per_byte
+    if not isinstance(rate, (int, float)) or not 0 <= rate < math.inf:
+        raise PlacematError(
+            f"`far_s_per_byte` of the cost model must be seconds, finite and not negative, got {rate!r}. Remedy: 0 "
+            "if it is not known."
+        )
     return tuple(min(seconds, rate * size) for seconds, size in zip(runtime_s, far_bytes, strict=True))
 
 

@@ -14,6 +14,7 @@ A value that is recomputed several times saves the difference each time here, th
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from itertools import accumulate
@@ -25,6 +26,7 @@ from torch import Tensor
 from placemat.cost_models.cache import JsonCache
 from placemat.cost_models.machine import machine_key
 from placemat.cost_models.modes import outside_dispatch_modes
+from placemat.graph import torch_private
 from placemat.graph.ir import OpGraph
 
 # Bytes written between making and reading a value from which on it counts as far.
@@ -59,10 +61,13 @@ def cpu_far_s_per_byte(cache_dir: Path | None = None) -> float:
     """Seconds per byte of a value that writing it to memory and reading it back takes longer than in a cache.
 
     Measured on the first call per machine, torch version and thread count (a quarter of a second, 256 MiB), afterwards
-    read from `<cache_dir>/distance.json`.
+    read from `<cache_dir>/distance.json`. Inside a running torch.profiler, which would slow it down, what is not there
+    counts as 0.
     """
     cache, key = JsonCache("distance", cache_dir, _is_measurement), machine_key()
     entry = cache.get(key)
+    if entry is None and torch_private.is_profiling():
+        return 0.0
     return float(entry if entry is not None else cache.put(key, _measure()))
 
 
@@ -95,4 +100,4 @@ class _Rotation:
 
 
 def _is_measurement(entry: object) -> bool:
-    return isinstance(entry, (int, float)) and not isinstance(entry, bool) and entry >= 0
+    return isinstance(entry, (int, float)) and not isinstance(entry, bool) and 0 <= entry < math.inf

@@ -99,7 +99,6 @@ class Measured:
         self.time_limit_s = time_limit_s
         self._cache_dir = None if cache_dir is None else Path(cache_dir)
         self._cache = JsonCache("measured", self._cache_dir, _is_entry)
-        self._far_s_per_byte: float | None = None
         self._entries: dict[str, Any] = {}  # what the cache said, or would have if it could be written; by key
         self._late: set[str] = set()  # keys of ops that the time limit cut off
         self._costed: dict[str, OpCost] = {}  # by signature text, for `recorded`
@@ -122,9 +121,7 @@ class Measured:
     @property
     def far_s_per_byte(self) -> float:
         """See `cost_models.distance`; 0 on CUDA, where it was not measured."""
-        if self._far_s_per_byte is None:
-            self._far_s_per_byte = cpu_far_s_per_byte(self._cache_dir) if self.device == "cpu" else 0.0
-        return self._far_s_per_byte
+        return cpu_far_s_per_byte(self._cache_dir) if self.device == "cpu" else 0.0
 
     def prepare(self, ops: Sequence[Op], progress: Progress | None) -> None:
         """Measure what is not in the cache, all ops together, within the time limit."""

@@ -1,6 +1,6 @@
 """Recorded: costs from a file of measurements, for plans that must come out the same anywhere.
 
-    measured = placemat.Measured.here()                                   # on the machine with the device
+    measured = placemat.Measured()                                        # on the machine with the device
     placemat.plan(model, budget, args, cost_model=measured)
     measured.recorded().save("h200.json")
 

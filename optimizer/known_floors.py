@@ -31,9 +31,11 @@ def known_floor(problem: Problem, *, time_limit_s: float, progress: Callable[[st
 
 
 def lowered_floor(problem: Problem, floor: Floor, schedule: Schedule) -> Floor:
-    """The floor, or a lower one that a plan has shown; what is known of the problem from then on."""
+    """The floor, or a lower one that a plan has shown; after a search for the floor it is the known one."""
     if simulate(problem, schedule).peak_bytes < floor.minimum_bytes:
-        floor = _FLOORS[problem] = lowered(floor, problem, schedule)
+        floor = lowered(floor, problem, schedule)
+        if problem in _FLOORS:
+            _FLOORS[problem] = floor
     return floor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -89,8 +89,11 @@ def solve(
         BudgetTooSmall: no plan of the family fits; carries the floor.
         SolverFailed: none was found in time, though there may be one; or HiGHS cannot be run.
         InvalidSchedule: `warm_start` is not a schedule of the problem.
+        PlacematError: the budget or the gap is negative or no number.
     """
     started = time.monotonic()
+    if not gap >= 0 or not budget_bytes >= 0:
+        raise PlacematError(f"budget_bytes and gap must be numbers from 0 on, got {budget_bytes} and {gap}.")
     families = ladder(problem, phases)
     incumbent = Incumbent(problem, budget_bytes, started + time_limit_s, progress)
     everything = save_all(problem)
@@ -133,7 +136,7 @@ class _Rungs:
         self.is_free = is_free
         self.limit: str | None = None
 
-    def climb(self, starts: Sequence[Schedule]) -> None:
+    def climb(self, starts: Iterable[Schedule]) -> None:
         """Search the families until one is not settled, or the next one has nothing left that is worth it."""
         search = self._search(self.families[0])
         self.searches.append(search)
@@ -205,7 +208,7 @@ class _Rungs:
     def _search(self, family: Phases, *, is_tight: bool = False) -> FamilySearch:
         return FamilySearch(family, self.incumbent, self.gap, self.lower_seconds, is_tight=is_tight)
 
-    def _offer_starts(self, search: FamilySearch, starts: Sequence[Schedule]) -> int:
+    def _offer_starts(self, search: FamilySearch, starts: Iterable[Schedule]) -> int:
         """Quick plans; the lowest of their peaks."""
         problem, budget_bytes = self.incumbent.problem, self.incumbent.budget_bytes
         return self.incumbent.offer_best(chain(starts, starting_schedules(problem, search.phases, budget_bytes)))
@@ -219,16 +222,14 @@ class _Rungs:
         """Whether the best plan is none that a search's family lacks and that beats all of it."""
         return search.lower_seconds <= self.incumbent.seconds + search.resolution_s
 
-    def told(self) -> FamilySearch | MilestoneSearch:
+    def told(self) -> FamilySearch | MilestoneSearch | None:
         """The search whose bound is told: of those that hold for the best plan the widest one that is closed, or the
-        one that is nearest to it. A plan that was handed in may beat every family."""
+        one that is nearest to it. None if the best plan, which may have been handed in, beats all of them."""
         valid = [s for s in self.searches if self._holds(s)]
         closed = [s for s in valid if s.is_closed()]
         if closed:
             return closed[-1]
-        return (
-            max(valid, key=lambda s: (s.lower_seconds, isinstance(s, MilestoneSearch))) if valid else self.searches[-1]
-        )
+        return max(valid, key=lambda s: (s.lower_seconds, isinstance(s, MilestoneSearch)), default=None)
 
 
 def _no_plan(problem: Problem, budget_bytes: int, floor: Floor, time_limit_s: float) -> PlacematError:
@@ -245,11 +246,14 @@ def _no_plan(problem: Problem, budget_bytes: int, floor: Floor, time_limit_s: fl
 def _result(rungs: _Rungs, solve_seconds: float) -> SolveResult:
     incumbent, search = rungs.incumbent, rungs.told()
     assert incumbent.schedule is not None
+    if search is None:
+        lower_seconds, family, is_closed = rungs.lower_seconds, MilestoneSearch.family, False
+    else:
+        lower_seconds, family, is_closed = search.lower_seconds, search.family, search.is_closed()
     simulation = simulate(incumbent.problem, incumbent.schedule)
     assert simulation.peak_bytes <= incumbent.budget_bytes
     objective = simulation.recompute_seconds
-    lower = min(search.lower_seconds, objective)
-    is_closed = search.is_closed()
+    lower = min(lower_seconds, objective)
     return SolveResult(
         schedule=incumbent.schedule,
         status="optimal" if is_closed else "feasible",
@@ -257,7 +261,7 @@ def _result(rungs: _Rungs, solve_seconds: float) -> SolveResult:
         objective_seconds=objective,
         lower_bound_seconds=lower,
         gap=(objective - lower) / objective if objective else 0.0,
-        family=search.family,
+        family=family,
         solve_seconds=solve_seconds,
         simulation=simulation,
     )

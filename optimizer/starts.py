@@ -15,13 +15,13 @@ from placemat.shave import shaved
 
 def free_starts(
     problem: Problem, budget_bytes: int, phases: PhasesArgument, warm_start: Schedule | None
-) -> list[Schedule]:
-    """Schedules that may be of no family: what was handed in, and where no family was asked for and no border says
-    where to cut, one that is shaved down to the budget."""
-    starts = [] if warm_start is None else [warm_start]
+) -> Iterator[Schedule]:
+    """Schedules that may be of no family, each as soon as it is made: what was handed in, and where no family was asked
+    for and no border says where to cut, one that is shaved down to the budget."""
+    if warm_start is not None:
+        yield warm_start
     if phases is None and problem.border is None:
-        starts.append(shaved(problem, save_all(problem), budget_bytes))
-    return starts
+        yield shaved(problem, save_all(problem), budget_bytes)
 
 
 def starting_schedules(problem: Problem, phases: Phases, budget_bytes: int) -> Iterator[Schedule]:

@@ -64,5 +64,6 @@ def timeline(problem: Problem, labels: Labels, schedule: Schedule, static_bytes:
                 held[labels.values[v].category] += problem.values[v].bytes
     moving = {name: tuple(row[name] for row in rows) for name in CATEGORIES}
     fixed = {name: (num_bytes,) * len(rows) for name, num_bytes in static_bytes.items()}
-    seconds = accumulate((problem.ops[index].runtime_s for index in ops), initial=0.0)
+    runs = zip((problem.ops[index] for index in ops), are_first, strict=True)
+    seconds = accumulate((op.runtime_s + op.far_s if first else op.recompute_s for op, first in runs), initial=0.0)
     return Timeline(tuple(ops), tuple(are_first), tuple(seconds), {**fixed, **moving})

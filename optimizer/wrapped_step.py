@@ -122,7 +122,8 @@ class WrappedStep:
         self, op: int, reads: Sequence[int], outputs: Sequence[int], workspace_bytes: int, again: int | None = None
     ) -> None:
         original = self.step.problem.ops[op]
-        run = ProblemOp(original.name, tuple(sorted(reads)), tuple(outputs), original.recompute_s, workspace_bytes)
+        seconds = original.runtime_s + original.far_s if again is None else original.recompute_s
+        run = ProblemOp(original.name, tuple(sorted(reads)), tuple(outputs), seconds, workspace_bytes)
         self._append(run, op, again)
 
     def _append(self, op: ProblemOp, source: int, again: int | None = None) -> None:

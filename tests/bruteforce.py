@@ -112,4 +112,4 @@ def _moves(
         workspace = op.workspace_bytes if is_first else op.recompute_workspace_bytes
         own_bytes = workspace + sum(problem.values[v].bytes for v in op.outputs)
         if (is_first or op.recomputable) and resident.issuperset(reads) and held_bytes + own_bytes <= budget_bytes:
-            yield (step + is_first, resident.union(op.outputs)), 0.0 if is_first else op.runtime_s
+            yield (step + is_first, resident.union(op.outputs)), 0.0 if is_first else op.recompute_s

@@ -15,11 +15,12 @@ def random_problem(
     share_fixed: float = 0.2,
     share_pinned: float = 0.15,
     has_border: bool = False,
+    has_far: bool = False,
 ) -> Problem:
     """Small whole numbers, so that ties and tight fits are common.
 
     Some ops have workspaces, some may not be recomputed, some recomputations read more than the first run does; some
-    values are pinned, some have no bytes, some are never read.
+    values are pinned, some have no bytes, some are never read. `has_far`: some recomputations cost less than a run.
     """
     rng = np.random.default_rng(seed)
     ops: list[ProblemOp] = []
@@ -32,16 +33,18 @@ def random_problem(
             values.append(ProblemValue(f"v{v}", int(rng.integers(0, 6)), step, bool(rng.random() < share_pinned)))
         recomputable = bool(rng.random() >= share_fixed)
         more = _choose(rng, earlier, int(rng.random() < 0.2))
+        runtime_s = float(rng.integers(0, 4))
         ops.append(
             ProblemOp(
                 name=f"op{step}",
                 inputs=reads,
                 outputs=outputs,
-                runtime_s=float(rng.integers(0, 4)),
+                runtime_s=runtime_s,
                 workspace_bytes=int(rng.integers(0, 3)),
                 recomputable=recomputable,
                 recompute_inputs=tuple(sorted({*reads, *more})) if recomputable else (),
                 recompute_workspace_bytes=int(rng.integers(0, 3)) if recomputable else 0,
+                far_s=runtime_s * int(rng.integers(0, 4)) / 4 if has_far else 0.0,
             )
         )
     return Problem(tuple(ops), tuple(values), num_ops // 2 if has_border else None, int(rng.integers(0, 3)))
@@ -109,6 +112,7 @@ def relabelled(problem: Problem, seed: int) -> Problem:
             op.recomputable,
             rename(op.recompute_inputs),
             op.recompute_workspace_bytes,
+            op.far_s,
         )
         for op in problem.ops
     )

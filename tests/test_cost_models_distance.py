@@ -78,6 +78,18 @@ def test_a_table_of_some_operators_leaves_distance_to_the_other_model() -> None:
     assert cost_graph(CostFunction(lambda op: (1.0, 0), Flat()), graph).far_s == ()
 
 
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf"), "fast"])
+def test_what_is_no_rate_is_refused(rate: float) -> None:
+    with pytest.raises(placemat.PlacematError, match="`far_s_per_byte` of the cost model must be seconds"):
+        cost_graph(Flat(rate), step(16 * MIB, 64 * MIB, MIB))
+
+
+def test_nothing_is_measured_inside_a_profiler(tmp_path: Path) -> None:
+    with torch.profiler.profile():
+        assert distance.cpu_far_s_per_byte(tmp_path) == 0.0
+    assert not list(tmp_path.iterdir())
+
+
 def test_more_than_an_op_takes_is_refused() -> None:
     with pytest.raises(ValueError, match=r"`far_s` of op 0 \(a\) must be between 0 and `runtime_s`, 1.0; got 2.0"):
         Problem((ProblemOp("a", (), (), 1.0, far_s=2.0),), ())

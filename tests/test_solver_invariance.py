@@ -67,6 +67,7 @@ def test_units_of_bytes_and_seconds_do_not_matter(
         replace(
             op,
             runtime_s=op.runtime_s * second_unit,
+            far_s=op.far_s * second_unit,
             workspace_bytes=op.workspace_bytes * byte_unit,
             recompute_workspace_bytes=op.recompute_workspace_bytes * byte_unit,
         )

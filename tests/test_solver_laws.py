@@ -10,7 +10,7 @@ import pytest
 from placemat import refinement
 from placemat.baselines import save_all
 from placemat.floor import minimum_budget
-from placemat.graph.errors import BudgetTooSmall
+from placemat.graph.errors import BudgetTooSmall, PlacematError
 from placemat.phases import make_phases
 from placemat.problem import Problem
 from placemat.schedule import Schedule, canonical
@@ -182,3 +182,33 @@ def test_progress_and_family_are_told_in_words() -> None:
     result = solve(problem, half_way(problem), phases=2, progress=lines.append)
     assert result.family == "P=2 at the border"
     assert any("no plan below" in line for line in lines)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_a_recomputation_saves_counts(seed: int) -> None:
+    """`far_s` makes recomputations cheaper than runs: still what enumeration finds."""
+    problem = random_problem(seed, 4, has_far=True)
+    optima = family_optima(problem, make_phases(problem, "every"))
+    for budget_bytes in budgets(optima, problem):
+        assert cost_or_inf(problem, budget_bytes, "every") == pytest.approx(cheapest(optima, budget_bytes))
+
+
+def test_a_plan_of_another_family_proves_nothing_where_the_one_that_was_asked_for_has_none() -> None:
+    found = 0
+    for seed in range(40):
+        problem = random_problem(seed, 8)
+        lowest = minimum_budget(problem, phases="every").schedule
+        budget_bytes = simulate(problem, lowest).peak_bytes
+        result = solve(problem, budget_bytes, phases=2, warm_start=lowest)
+        best = solve(problem, budget_bytes, phases="every")
+        if result.family == "all schedules":
+            assert result.status == "feasible"
+            assert result.lower_bound_seconds <= best.lower_bound_seconds
+            found += 1
+    assert found
+
+
+@pytest.mark.parametrize(("budget_bytes", "gap"), [(100, -1.0), (100, math.nan), (math.nan, 0.01), (-1, 0.01)])
+def test_what_is_no_budget_and_no_gap_is_refused(budget_bytes: int, gap: float) -> None:
+    with pytest.raises(PlacematError, match="numbers from 0 on"):
+        solve(training_chain(4), budget_bytes, gap=gap)

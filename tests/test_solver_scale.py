@@ -250,3 +250,12 @@ def test_a_budget_that_is_not_tight_does_not_wait_for_the_least_peak(monkeypatch
     assert floor.lower_bound_bytes <= quick_bytes
     known_floors.floor_for(problem, quick_bytes - 1, time_limit_s=5.0, progress=lambda _: None)
     assert searched == [5.0]
+
+
+def test_a_floor_that_was_not_searched_for_is_not_the_known_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = training_chain(14)
+    monkeypatch.setattr(known_floors, "_FLOORS", {})
+    low = solve_module.minimum_budget(problem)
+    quick = replace(low, minimum_bytes=low.minimum_bytes + 9)
+    assert known_floors.lowered_floor(problem, quick, low.schedule).minimum_bytes == low.minimum_bytes
+    assert not known_floors._FLOORS

@@ -66,7 +66,7 @@ class Checkmate:
                 raise OutOfTime(f"{t} of {self.num_steps} stages were written down: {self.linear.describe()}")
             self._add_dependencies(t)
             self._add_memory(t)
-        costs = [op.runtime_s for op in problem.ops]
+        costs = [op.recompute_s for op in problem.ops]
         self.costs = {run: costs[i] for (t, i), run in self.R.items() if i < t and costs[i]}
 
     def reads(self, t: int, k: int) -> tuple[int, ...]:

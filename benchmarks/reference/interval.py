@@ -240,7 +240,7 @@ def _make_cheap(
     problem, model = intervals.problem, intervals.model
     unit_s = max(problem.runtime_s, 1e-30) / FINEST_SECONDS
     model.add(intervals.peak <= room)
-    costs = [int(problem.ops[o].runtime_s / unit_s) for o, _ in intervals.is_there]
+    costs = [int(problem.ops[o].recompute_s / unit_s) for o, _ in intervals.is_there]
     model.minimize(cp_model.LinearExpr.weighted_sum(list(intervals.is_there.values()), costs))
     solver.parameters.max_time_in_seconds = max(time_limit_s, 0.01)
     status = solver.solve(model)

@@ -102,7 +102,7 @@ class Chain:
             backward_stage,
             leaves,
             wanted,
-            np.array([sum(op.runtime_s for op in problem.ops[a:b] if op.recomputable) for a, b in ranges]),
+            np.array([sum(op.recompute_s for op in problem.ops[a:b] if op.recomputable) for a, b in ranges]),
             np.array([_dropped_bytes(problem, values) for values in leaves]),
             np.array([_dropped_bytes(problem, {*w, *own}) for w, own in zip(wanted, leaves, strict=True)]),
             np.array([_transient_bytes(problem, a, b) for a, b in ranges]),
