@@ -35,12 +35,14 @@ class Timing:
     Attributes:
         seconds: median over rounds.
         ratio: median of the ratios to the reference, taken round by round.
+        ratios: these, one for each round.
         fastest_ratio: of the fastest rounds of both: other work on the machine only ever adds seconds, so with many
             rounds this one is disturbed least.
     """
 
     seconds: float
     ratio: float
+    ratios: tuple[float, ...]
     fastest_ratio: float
 
 
@@ -68,10 +70,12 @@ def interleave(
             elapsed = clock() - start
             if round_index >= 0:
                 seconds[name].append(elapsed)
+    ratios = {name: tuple(a / b for a, b in zip(own, seconds[reference], strict=True)) for name, own in seconds.items()}
     return {
         name: Timing(
             seconds=statistics.median(own),
-            ratio=statistics.median(a / b for a, b in zip(own, seconds[reference], strict=True)),
+            ratio=statistics.median(ratios[name]),
+            ratios=ratios[name],
             fastest_ratio=min(own) / min(seconds[reference]),
         )
         for name, own in seconds.items()
