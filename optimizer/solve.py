@@ -46,7 +46,8 @@ class SolveResult:
         objective_seconds: recompute seconds of the schedule.
         lower_bound_seconds: no schedule of `family` within the budget needs fewer.
         gap: (objective - lower bound) / objective; 0 where the objective is 0.
-        family: the family for which the bound holds, in words.
+        family: the family for which the bound holds, in words. A warm start may be of another one and beat all of it,
+            or fit where none of it does; the bound is the objective then, and says nothing of other families.
         solve_seconds: wall-clock time.
         simulation: what the referee says of the schedule.
     """
@@ -222,14 +223,16 @@ class _Rungs:
         """Whether the best plan is none that a search's family lacks and that beats all of it."""
         return search.lower_seconds <= self.incumbent.seconds + search.resolution_s
 
-    def told(self) -> FamilySearch | MilestoneSearch | None:
+    def told(self) -> FamilySearch | MilestoneSearch:
         """The search whose bound is told: of those that hold for the best plan the widest one that is closed, or the
-        one that is nearest to it. None if the best plan, which may have been handed in, beats all of them."""
+        one that is nearest to it. A plan that was handed in may beat every family."""
         valid = [s for s in self.searches if self._holds(s)]
         closed = [s for s in valid if s.is_closed()]
         if closed:
             return closed[-1]
-        return max(valid, key=lambda s: (s.lower_seconds, isinstance(s, MilestoneSearch)), default=None)
+        return (
+            max(valid, key=lambda s: (s.lower_seconds, isinstance(s, MilestoneSearch))) if valid else self.searches[-1]
+        )
 
 
 def _no_plan(problem: Problem, budget_bytes: int, floor: Floor, time_limit_s: float) -> PlacematError:
@@ -246,14 +249,11 @@ def _no_plan(problem: Problem, budget_bytes: int, floor: Floor, time_limit_s: fl
 def _result(rungs: _Rungs, solve_seconds: float) -> SolveResult:
     incumbent, search = rungs.incumbent, rungs.told()
     assert incumbent.schedule is not None
-    if search is None:
-        lower_seconds, family, is_closed = rungs.lower_seconds, MilestoneSearch.family, False
-    else:
-        lower_seconds, family, is_closed = search.lower_seconds, search.family, search.is_closed()
     simulation = simulate(incumbent.problem, incumbent.schedule)
     assert simulation.peak_bytes <= incumbent.budget_bytes
     objective = simulation.recompute_seconds
-    lower = min(lower_seconds, objective)
+    lower = min(search.lower_seconds, objective)
+    is_closed = search.is_closed()
     return SolveResult(
         schedule=incumbent.schedule,
         status="optimal" if is_closed else "feasible",
@@ -261,7 +261,7 @@ def _result(rungs: _Rungs, solve_seconds: float) -> SolveResult:
         objective_seconds=objective,
         lower_bound_seconds=lower,
         gap=(objective - lower) / objective if objective else 0.0,
-        family=family,
+        family=search.family,
         solve_seconds=solve_seconds,
         simulation=simulation,
     )

@@ -193,21 +193,6 @@ def test_what_a_recomputation_saves_counts(seed: int) -> None:
         assert cost_or_inf(problem, budget_bytes, "every") == pytest.approx(cheapest(optima, budget_bytes))
 
 
-def test_a_plan_of_another_family_proves_nothing_where_the_one_that_was_asked_for_has_none() -> None:
-    found = 0
-    for seed in range(40):
-        problem = random_problem(seed, 8)
-        lowest = minimum_budget(problem, phases="every").schedule
-        budget_bytes = simulate(problem, lowest).peak_bytes
-        result = solve(problem, budget_bytes, phases=2, warm_start=lowest)
-        best = solve(problem, budget_bytes, phases="every")
-        if result.family == "all schedules":
-            assert result.status == "feasible"
-            assert result.lower_bound_seconds <= best.lower_bound_seconds
-            found += 1
-    assert found
-
-
 @pytest.mark.parametrize(("budget_bytes", "gap"), [(100, -1.0), (100, math.nan), (math.nan, 0.01), (-1, 0.01)])
 def test_what_is_no_budget_and_no_gap_is_refused(budget_bytes: int, gap: float) -> None:
     with pytest.raises(PlacematError, match="numbers from 0 on"):
