@@ -6,7 +6,7 @@ import ctypes
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 # mallopt(3): never give the top of the heap back, never take large blocks straight from the system.
@@ -46,6 +46,14 @@ class Timing:
     fastest_ratio: float
 
 
+def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[str, bool]]:
+    """Whose turn it is, once in each round, and whether it counts: one round more comes first, which does not."""
+    contenders, order = list(names), random.Random(0)
+    for round_index in range(-1, rounds):
+        for name in order.sample(contenders, len(contenders)):
+            yield name, round_index >= 0
+
+
 def interleave(
     contenders: Mapping[str, Callable[[], object]],
     reference: str,
@@ -61,15 +69,13 @@ def interleave(
     counted. With `time.process_time` as clock, what other processes run is not counted either.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    order = random.Random(0)
-    for round_index in range(-1, rounds):
-        for name in order.sample(list(contenders), len(contenders)):
-            contenders[name]()
-            start = clock()
-            contenders[name]()
-            elapsed = clock() - start
-            if round_index >= 0:
-                seconds[name].append(elapsed)
+    for name, is_counted in turns(contenders, rounds):
+        contenders[name]()
+        start = clock()
+        contenders[name]()
+        elapsed = clock() - start
+        if is_counted:
+            seconds[name].append(elapsed)
     ratios = {name: tuple(a / b for a, b in zip(own, seconds[reference], strict=True)) for name, own in seconds.items()}
     return {
         name: Timing(

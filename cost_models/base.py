@@ -52,6 +52,10 @@ class Costs:
         """Seconds of a step without recomputation."""
         return math.fsum((*self.runtime_s, *self.far_s))
 
+    def far_s_of(self, index: int) -> float:
+        """`far_s` of one op."""
+        return self.far_s[index] if self.far_s else 0.0
+
 
 class CostModel(Protocol):
     """Seconds and workspace bytes of ops. Equal signatures must get equal costs."""

@@ -53,7 +53,7 @@ def decide(graph: OpGraph, costs: Costs, schedule: Schedule) -> tuple[Decision, 
         if value.bytes == 0 or (op.phase != "forward" and not recomputed):
             continue
         kept = value.index in held
-        recompute_s = costs.runtime_s[op.index] - (costs.far_s[op.index] if costs.far_s else 0.0)
+        recompute_s = costs.runtime_s[op.index] - costs.far_s_of(op.index)
         decisions.append(
             Decision(
                 index=value.index,

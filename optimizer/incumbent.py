@@ -40,8 +40,7 @@ class Incumbent:
         """Take a schedule that fits, less what it need not recompute, if it is better; the referee decides."""
         before = self.schedule
         if self._first_look(schedule).peak_bytes <= self.budget_bytes:
-            polished = drop_needless(self.problem, schedule, self.budget_bytes)
-            self._take(polished, simulate(self.problem, polished).recompute_seconds)
+            self._take_polished(schedule)
         return self.schedule is not before
 
     def offer_best(self, schedules: Iterable[Schedule]) -> int:
@@ -52,7 +51,7 @@ class Incumbent:
         looks = [(self._first_look(schedule), schedule) for schedule in schedules]
         fitting = [(s.recompute_seconds, schedule) for s, schedule in looks if s.peak_bytes <= self.budget_bytes]
         if fitting:
-            self.offer(min(fitting, key=lambda pair: pair[0])[1])
+            self._take_polished(min(fitting, key=lambda pair: pair[0])[1])
         return min((simulation.peak_bytes for simulation, _ in looks), default=self.budget_bytes)
 
     def _first_look(self, schedule: Schedule) -> Simulation:
@@ -61,6 +60,10 @@ class Incumbent:
         if self.schedule is None and simulation.peak_bytes <= self.budget_bytes:
             self._take(schedule, simulation.recompute_seconds)
         return simulation
+
+    def _take_polished(self, schedule: Schedule) -> None:
+        polished = drop_needless(self.problem, schedule, self.budget_bytes)
+        self._take(polished, simulate(self.problem, polished).recompute_seconds)
 
     def _take(self, schedule: Schedule, seconds: float) -> None:
         is_shorter = self.schedule is not None and len(schedule.recomputes) < len(self.schedule.recomputes)

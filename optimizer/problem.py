@@ -48,6 +48,11 @@ class ProblemOp:
             object.__setattr__(self, "recompute_inputs", self.inputs)
 
     @property
+    def first_s(self) -> float:
+        """What the first run adds to the step."""
+        return self.runtime_s + self.far_s
+
+    @property
     def recompute_s(self) -> float:
         """What a recomputation adds to the step."""
         return self.runtime_s - self.far_s
@@ -201,7 +206,7 @@ class Problem:
                 recomputable=op.recomputable,
                 recompute_inputs=tuple(op.recompute_inputs),
                 recompute_workspace_bytes=costs.recompute_workspace_bytes[op.index],
-                far_s=costs.far_s[op.index] if costs.far_s else 0.0,
+                far_s=costs.far_s_of(op.index),
             )
             for op in graph.ops
         )

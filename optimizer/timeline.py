@@ -65,5 +65,5 @@ def timeline(problem: Problem, labels: Labels, schedule: Schedule, static_bytes:
     moving = {name: tuple(row[name] for row in rows) for name in CATEGORIES}
     fixed = {name: (num_bytes,) * len(rows) for name, num_bytes in static_bytes.items()}
     runs = zip((problem.ops[index] for index in ops), are_first, strict=True)
-    seconds = accumulate((op.runtime_s + op.far_s if first else op.recompute_s for op, first in runs), initial=0.0)
+    seconds = accumulate((op.first_s if first else op.recompute_s for op, first in runs), initial=0.0)
     return Timeline(tuple(ops), tuple(are_first), tuple(seconds), {**fixed, **moving})

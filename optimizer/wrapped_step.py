@@ -122,7 +122,7 @@ class WrappedStep:
         self, op: int, reads: Sequence[int], outputs: Sequence[int], workspace_bytes: int, again: int | None = None
     ) -> None:
         original = self.step.problem.ops[op]
-        seconds = original.runtime_s + original.far_s if again is None else original.recompute_s
+        seconds = original.first_s if again is None else original.recompute_s
         run = ProblemOp(original.name, tuple(sorted(reads)), tuple(outputs), seconds, workspace_bytes)
         self._append(run, op, again)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from benchmarks.contest.planner import PlanningSession
 from benchmarks.contest.results import REFERENCE, Point, Results
 from benchmarks.contest.worker import StepSession, Worker, WorkerFailed
 from benchmarks.peers import CONTENDERS, Eager, PlacematPlans, Setting
+from benchmarks.timing import turns
 from benchmarks.work import WORKS
 
 log = logging.getLogger("benchmarks")
@@ -206,13 +206,11 @@ def interleave(workers: Mapping[str, Worker], rounds: int) -> dict[str, list[flo
     As `timing.interleave`, which has the reasons, but with each contender in its own process.
     """
     seconds: dict[str, list[float]] = {name: [] for name in workers}
-    order = random.Random(0)
-    for round_index in range(-1, rounds):
-        for name in order.sample(list(workers), len(workers)):
-            workers[name].call("step")
-            elapsed = workers[name].call("step")
-            if round_index >= 0:
-                seconds[name].append(elapsed)
+    for name, is_counted in turns(workers, rounds):
+        workers[name].call("step")
+        elapsed = workers[name].call("step")
+        if is_counted:
+            seconds[name].append(elapsed)
     return seconds
 
 
