@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from placemat.graph import eager_ops, torch_private
 from placemat.graph.aliases import hooked_inputs
@@ -35,11 +34,10 @@ from placemat.graph.ir import ModuleCall
 from placemat.graph.joint import JointGraph, JointInput, fingerprint
 from placemat.graph.kernel_strides import refuse_permuted_writes, true_strides
 from placemat.graph.module_calls import module_calls, root_call
-from placemat.graph.order import ancestors
 from placemat.graph.recurrent import refusal, refuse_layers, what_is_packed
 from placemat.graph.returned import note_returned, take_returned
 from placemat.graph.sources import is_library_file, shown_file, tidy, user_line
-from placemat.graph.storages import storage_key
+from placemat.graph.unread import unread_bytes
 
 
 class Interrupt(Exception):
@@ -154,7 +152,7 @@ class DynamoGraph:
         inputs: in order.
         custom_calls: calls of custom operators, see `custom_ops`.
         uses_autocast: it runs under autocast, or opens a region of it.
-        unread_call: user's line of a call that makes a tensor which nothing reads, if there is one.
+        unread_bytes: at most what calls take that make tensors for nothing, see `unread`.
         times_returned: of each output, see `returned`.
         modules: submodules that are called.
         hooked: names of inputs of which the forward hooks a gradient: their own, or that of a view.
@@ -163,7 +161,7 @@ class DynamoGraph:
     inputs: Sequence[JointInput]
     custom_calls: Mapping[Any, list[str]]
     uses_autocast: bool
-    unread_call: str | None
+    unread_bytes: int | None
     times_returned: Sequence[int]
     modules: tuple[ModuleCall, ...]
     hooked: frozenset[str]
@@ -182,7 +180,7 @@ class DynamoGraph:
         graph_module.recompile()
         refuse_permuted_writes(graph_module.graph)
         mark_casts(graph_module)
-        uses_autocast, unread = is_used(graph_module.graph), unread_call(graph_module)
+        uses_autocast, unread = is_used(graph_module.graph), unread_bytes(graph_module)
         calls, modules = custom_calls(graph_module), module_calls(graph_module.graph)
         names, hooked = input_names(graph_module), hooked_inputs(graph_module.graph)
         hooked_names = frozenset(known.name for i, known in enumerate(names) if i in hooked)
@@ -200,7 +198,7 @@ def make_joint(graph_module: fx.GraphModule, num_forward_outputs: int, traced: D
         raise UnsupportedFeature(torch_private.SIDE_EFFECTS)
     inputs = tuple(names[i] if i < len(names) else JointInput(node.name, False) for i, node in enumerate(joint.primals))
     times = tuple(_times_returned(node, traced.times_returned) for node in joint.tangents)
-    made = JointGraph(graph_module, num_forward_outputs, inputs, identity, traced.unread_call, times, traced.modules)
+    made = JointGraph(graph_module, num_forward_outputs, inputs, identity, traced.unread_bytes, times, traced.modules)
     mark_blind_gradients(made)
     refuse_data_dependent(made, autocast=traced.uses_autocast)
     return made
@@ -224,26 +222,6 @@ def input_names(graph_module: fx.GraphModule) -> list[JointInput]:
         requires_grad = isinstance(tensor, torch.Tensor) and tensor.requires_grad
         names.append(JointInput(text, isinstance(tensor, torch.nn.Parameter), is_leaf, requires_grad))
     return names
-
-
-def unread_call(graph_module: fx.GraphModule) -> str | None:
-    """User's line of a call in a Dynamo graph that makes a tensor for nothing; None if there is none.
-
-    Eager runs it, and a local variable may hold its result during the whole forward; the joint graph is without it.
-    """
-    graph = graph_module.graph
-    read = ancestors([n for n in graph.nodes if n.op == "output"])
-    there = {k for n in graph.nodes if n in read or n.op in ("placeholder", "get_attr") for k in _example_storages(n)}
-    for node in graph.nodes:
-        if node not in read and any(k not in there for k in _example_storages(node)):
-            return user_line(node.meta.get("stack_trace")) or node.name
-    return None
-
-
-def _example_storages(node: fx.Node) -> list[int]:
-    leaves = pytree.tree_leaves(node.meta.get("example_value"))
-    tensors = (torch_private.below_transforms(t) for t in leaves if isinstance(t, torch.Tensor))
-    return [storage_key(t) for t in tensors if t.layout == torch.strided]
 
 
 class reported:

@@ -39,8 +39,8 @@ class JointGraph:
         num_forward_outputs: how many of the outputs belong to the forward.
         inputs: one per primal, in order.
         fingerprint: identity of the graph, equal in every process (see `fingerprint`).
-        unread_call: user's line of a call that makes a tensor which nothing reads, if the forward has one: it is not
-            in the graph.
+        unread_bytes: what the forward's calls that make tensors for nothing take at most, see `unread`: they are not in
+            the graph. None if that is not known.
         times_returned: how often the caller has the output of each tangent, and may send a gradient through it.
         modules: submodules that the forward calls.
     """
@@ -49,7 +49,7 @@ class JointGraph:
     num_forward_outputs: int
     inputs: tuple[JointInput, ...]
     fingerprint: str
-    unread_call: str | None = None
+    unread_bytes: int | None = 0
     times_returned: tuple[int, ...] = ()
     modules: tuple[ModuleCall, ...] = ()
 

@@ -49,6 +49,7 @@ __all__ = [
     "aot_backend",
     "backward_node",
     "below_transforms",
+    "common_fake_mode",
     "compile_settings",
     "cpu_allocations",
     "default_store",
@@ -458,6 +459,12 @@ def real_tensor_of(fake: torch.Tensor, candidates: Iterable[torch.Tensor]) -> to
     if mode is None:
         return None
     return next((t for t in candidates if mode.fake_tensor_converter._get_memo(t) is fake), None)
+
+
+def common_fake_mode(tensors: Iterable[torch.Tensor]) -> FakeTensorMode | None:
+    """The mode that all these fake tensors are of; None if there are none, or others among them."""
+    modes = [t.fake_mode if isinstance(t, FakeTensor) else None for t in tensors]
+    return modes[0] if modes and all(mode is modes[0] for mode in modes) else None
 
 
 def pending_attribute_writes(modules: Container[Any]) -> str | None:

@@ -284,8 +284,8 @@ class Planner:
             costs, lowering = fused_costs(costs, lowering.graph), replace(lowering, graph=fused(lowering.graph))
         problem = Problem.from_op_graph(lowering.graph, costs, reserved_bytes=self.reserved_bytes)
         peak_bytes = simulate(problem, save_all(problem)).peak_bytes
-        has_bound = joint.unread_call is None and not fuses(self.compiler)
-        bound_bytes = eager_bound(problem) if has_bound else None
+        unread_bytes = None if fuses(self.compiler) else joint.unread_bytes
+        bound_bytes = None if unread_bytes is None else eager_bound(problem) + unread_bytes
         return Stages(lowering, costs, problem, loss, peak_bytes, bound_bytes, capture_seconds)
 
     def _budget(self, stages: Stages, floor: Floor) -> int:

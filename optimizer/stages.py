@@ -20,8 +20,8 @@ class Stages:
         problem: the rematerialization instance.
         loss: what the caller does between forward and backward.
         keep_everything_bytes: peak of the emitted step without recomputation, but for what the user asked for.
-        eager_bound_bytes: no step with the original forward needs more; None if it makes tensors for nothing, which
-            are not in the graph.
+        eager_bound_bytes: no step with the original forward needs more; None if nobody knows, because it makes
+            tensors for nothing that may take any amount (graph/unread.py).
         capture_seconds: time that capturing took.
     """
 

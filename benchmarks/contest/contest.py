@@ -156,9 +156,12 @@ class Contest:
     # --------------------------------------------------------------------------------------------------------- timing
 
     def _untimed(self, contenders: Sequence[str]) -> list[list[Point]]:
-        """What is still to be timed together: a peer's point with our plan for its peak; then plans of ours alone."""
+        """What is still to be timed together: a peer's point with our plan for its peak; then plans of ours alone.
+
+        What trains on wrong gradients comes last: its seconds are worth least, should a run be interrupted.
+        """
         groups: list[list[Point]] = []
-        for point in self.results.of(contenders):
+        for point in sorted(self.results.of(contenders), key=_is_wrong):
             group = [self.results.twin(p) for p in self._with_ours(point) if not p.failure]
             keys = {p.key for p in group}
             known = [set(batch) for batch in self.results.batches] + [set(_as_batch(other)) for other in groups]
@@ -216,6 +219,10 @@ def interleave(workers: Mapping[str, Worker], rounds: int) -> dict[str, list[flo
 
 def _unexamined(contender: str, setting: Setting) -> Point:
     return Point(contender, setting.label, setting.curve, setting.values)
+
+
+def _is_wrong(point: Point) -> bool:
+    return point.comparison is not None and not point.comparison.has_right_gradients
 
 
 def _setting(point: Point) -> Setting:
