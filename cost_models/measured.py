@@ -66,8 +66,9 @@ class Samples:
 class Measured:
     """Cost model of the present machine, by measurement.
 
-    Views and pseudo-ops take no time. Ops that are not PyTorch's (custom operators, modules kept eager), that do not
-    run on synthetic inputs, or that the time limit cuts off, get `otherwise`'s figures, and `plan.notes` names them.
+    Views and pseudo-ops take no time, recurrent layers what they took on the CPU when the graph was made. Ops that are
+    not PyTorch's (custom operators, other modules that are kept eager), that do not run on synthetic inputs, or that
+    the time limit cuts off, get `otherwise`'s figures, and `plan.notes` names them.
     Workspaces on the CPU come from formulas where these are exact (`cost_models.workspaces`), and from the same run
     where they are bounds or there is none; on CUDA always from the run.
 
@@ -125,7 +126,7 @@ class Measured:
 
     def prepare(self, ops: Sequence[Op], progress: Progress | None) -> None:
         """Measure what is not in the cache, all ops together, within the time limit."""
-        ops = [op for op in ops if not is_free(op.signature)]
+        ops = [op for op in ops if not is_free(op.signature) and self._known(op) is None]
         if never := [op for op in ops if _why_never(op.signature)]:
             prepare(self.otherwise, never, progress)
         wanted = [op.signature for op in ops if _why_never(op.signature) is None]
@@ -145,6 +146,9 @@ class Measured:
     def op_cost(self, op: Op) -> OpCost:
         if is_free(op.signature):
             return OpCost(0.0, 0)
+        if (known := self._known(op)) is not None:
+            self._costed[signature_text(op.signature)] = known
+            return known
         estimated = _why_never(op.signature) or self._why_not(op)
         entry = self._entry(self._key(op.signature))
         if entry is not None and "failed" in entry:
@@ -158,6 +162,16 @@ class Measured:
     def recorded(self) -> Recorded:
         """Everything that this object has costed by measurement so far, to save and to plan with elsewhere."""
         return Recorded(dict(self._costed), source=self.source, far_s_per_byte=self.far_s_per_byte)
+
+    def _known(self, op: Op) -> OpCost | None:
+        """Cost of what was timed on this CPU while the graph was made; as elsewhere the first measurement stands."""
+        if op.known_runtime_s is None or self.device != "cpu":
+            return None
+        key = self._key(op.signature)
+        if self._entry(key) is None:
+            entry = {"runtime_s": float(f"{op.known_runtime_s:.3e}"), "workspace_bytes": 0}  # those are known, too
+            self._entries.update(self._cache.put_all({key: entry}))
+        return OpCost(float(self._entry(key)["runtime_s"]), 0)
 
     def _why_not(self, op: Op) -> str | None:
         """Why there is no measurement of an op that could be measured; makes it if nothing is in the way."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from placemat.graph.eager_run import Call, InnerGraph, run, trace_edges
 from placemat.graph.errors import CaptureError, UnsupportedFeature
 
 _FIXED = (nn.LSTM, nn.GRU, nn.RNN)
+_TIMED_RUNS = 3
 _OTHER_WAY = "Remedy: rewrite that part of the module, or keep a smaller or larger module eager."
 
 
@@ -73,6 +75,8 @@ class Facts:
         saved_bytes: what the inner graph holds beside those.
         forward_workspace_bytes, backward_workspace_bytes: beside results and what is saved; None if not measured.
         is_fixed: a layer of PyTorch's, of which it is known that the graph is the same at every such call.
+        may_run_again: such a layer that draws no random numbers: a second run does what the first did.
+        forward_s, backward_s: how long runs took, without the first; None if they were not timed.
         summed: inputs whose gradient the step around adds to others; filled in when the graph is there (`eager_lower`).
     """
 
@@ -89,6 +93,9 @@ class Facts:
     forward_workspace_bytes: int | None
     backward_workspace_bytes: int | None
     is_fixed: bool
+    may_run_again: bool = False
+    forward_s: float | None = None
+    backward_s: float | None = None
     summed: set[int] = field(default_factory=set, compare=False)
 
     def result(self, tensors: Sequence[Tensor]) -> Any:
@@ -124,7 +131,11 @@ def learn(module: nn.Module, call: Call, tensors: Sequence[Tensor]) -> Facts:
         _check_sharing(twin, call, tensors, outputs)
         reaches, edges = trace_edges(graph)
         passed = {i: t for i, t in enumerate([*tensors, *(t.detach() for t in outputs)]) if i in graph.owners}
-        runs = [_backward(graph, given, passed) for given in _gradients(graph, outputs)]
+        given = list(_gradients(graph, outputs))
+        runs = [_backward(graph, grads, passed) for grads in given]
+        is_timed = type(module) in _FIXED and all(t.device.type == "cpu" for t in tensors)
+        forward_s = _seconds(lambda: _run(twin, call, tensors)) if is_timed else None
+        backward_s = _seconds(lambda: graph.backward(given[0], passed)) if is_timed and given else None
     leaves, structure = pytree.tree_flatten(result)
     layouts = tuple(Layout.of(t) for t in outputs)
     gradient_layouts = runs[0][0] if runs else (None,) * len(tensors)
@@ -143,7 +154,26 @@ def learn(module: nn.Module, call: Call, tensors: Sequence[Tensor]) -> Facts:
         forward_workspace_bytes=_workspace_bytes(forward_allocations, layouts, graph.saved_bytes),
         backward_workspace_bytes=None if None in workspaces else max(workspaces, default=0),  # type: ignore[type-var]
         is_fixed=type(module) in _FIXED,
+        may_run_again=type(module) in _FIXED and not _draws(module),
+        forward_s=forward_s,
+        backward_s=backward_s,
     )
+
+
+def _draws(layer: Any) -> bool:
+    """Whether a recurrent layer has dropout. That of cuDNN has a generator of its own, which nobody can set back."""
+    return layer.training and layer.dropout > 0 and layer.num_layers > 1
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    """Of the fastest of a few runs; others may have been held up."""
+
+    def elapsed_s() -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    return min(elapsed_s() for _ in range(_TIMED_RUNS))
 
 
 def _gradients(graph: InnerGraph, outputs: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:

@@ -24,6 +24,14 @@ def workspace_bytes(node: fx.Node) -> int:
     return (facts.forward_workspace_bytes if is_forward else facts.backward_workspace_bytes) or 0
 
 
+def runtime_s(node: fx.Node) -> float | None:
+    """Seconds that a run of a kept module took on the CPU; None for other nodes, or if it was not timed."""
+    facts: Facts | None = node.meta.get("kept")
+    if facts is None:
+        return None
+    return facts.forward_s if node.target is eager_ops.FORWARD else facts.backward_s
+
+
 def notes(graph: fx.Graph, device: str) -> tuple[str, ...]:
     """Which modules are kept eager, how many bytes they save, and whether their workspaces are known."""
     lines: dict[str, list[Facts]] = {}
@@ -37,7 +45,8 @@ def _note(path: str, calls: list[Facts], device: str) -> str:
     saved = sum(facts.saved_bytes for facts in calls)
     times = "" if len(calls) == 1 else f" in {len(calls)} calls"
     unknown = [f for f in calls if None in (f.forward_workspace_bytes, f.backward_workspace_bytes)]
-    text = f"{path} is kept eager: never run again, it saves {saved} bytes of its own for backward{times}."
+    again = "run again as a whole or not at all" if all(f.may_run_again for f in calls) else "never run again"
+    text = f"{path} is kept eager: {again}, it saves {saved} bytes of its own for backward{times}."
     if unknown and device == "cpu":
         text += (
             " Its workspaces could not be measured and count as 0 bytes: the real peak may be higher. Leave room for "

@@ -7,6 +7,7 @@ because an operator's kernel runs below autograd, and the module needs it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -147,6 +148,22 @@ def run_backward(
             "state. Remedy: optimize() the model again, or let it use the same parameters at every call."
         )
     return [g for g in results if g is not None]
+
+
+def runs_again() -> Callable[[str, Sequence[Tensor]], list[Tensor]]:
+    """`run_forward` for a recomputation, which happens in the backward: with the modules that are active now."""
+    registry = weakref.ref(ACTIVE.get())
+
+    def run_forward_again(key: str, inputs: Sequence[Tensor]) -> list[Tensor]:
+        alive = registry()
+        assert alive is not None, "the step's graph is alive, and the model with it"
+        token = ACTIVE.set(alive)
+        try:
+            return run_forward(key, inputs)
+        finally:
+            ACTIVE.reset(token)
+
+    return run_forward_again
 
 
 RUNS: dict[Any, Callable[..., list[Tensor]]] = {FORWARD: run_forward, BACKWARD: run_backward}

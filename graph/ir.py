@@ -90,6 +90,8 @@ class Op:
     # Bytes that this op needs beside its outputs and that are known from the graph itself, not from a cost model:
     # the loss computed at the border, gradients that autograd copies at the end.
     known_workspace_bytes: int = 0
+    # Seconds that it took on this machine's CPU, of what no cost model can run: a module that is kept eager.
+    known_runtime_s: float | None = None
     # Extra bytes of a recomputation: the generator state that is put aside while a random op is replayed.
     known_recompute_workspace_bytes: int = 0
     # What eager autograd makes of the call. Ops of forward and backward with one `autograd_node` belong to one node of

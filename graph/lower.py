@@ -190,6 +190,7 @@ def _add_call(build: Builder, node: fx.Node, phase: Phase, device: str, path: st
         module_path=path,
         source=user_line(node.meta.get("stack_trace")),
         known_workspace_bytes=eager_lower.workspace_bytes(node),
+        known_runtime_s=eager_lower.runtime_s(node),
         known_recompute_workspace_bytes=extra,
         autograd_node=_autograd_node(node),
         overwrites=_overwrites(build, node, inputs) if phase == "forward" else None,

@@ -23,12 +23,14 @@ def schema_of(node: fx.Node) -> Any:
 def is_random(node: fx.Node) -> bool:
     """Whether an op draws from a generator.
 
-    Attention ops carry the tag whatever their dropout; with probability 0 they draw nothing.
+    Attention ops carry the tag whatever their dropout; with probability 0 they draw nothing. So do recurrent layers.
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if target is FORWARD and node.meta["kept"].may_run_again:
         return False
     return not ("scaled_dot_product" in target.name() and argument(node, "dropout_p", 0.0) == 0.0)
 
@@ -70,7 +72,7 @@ def why_not_recomputable(node: fx.Node, reads_mutated_input: str | None) -> str 
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return f"{getattr(target, '__name__', target)} is not an operator that is known to be pure"
-    if target is FORWARD:
+    if target is FORWARD and not node.meta["kept"].may_run_again:
         return "its module is kept eager"
     if target.namespace not in KNOWN_NAMESPACES:
         return f"custom operator {target.name()} is not known to be pure"

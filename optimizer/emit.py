@@ -16,7 +16,7 @@ from typing import Any
 from torch import fx
 
 from placemat import rng
-from placemat.graph import batch_norm
+from placemat.graph import batch_norm, eager_ops
 from placemat.graph.gradients import hand_out
 from placemat.graph.handing_out import Positions
 from placemat.graph.lower import Lowering
@@ -141,6 +141,8 @@ class _Side:
         args, kwargs = node.args, node.kwargs
         if not self.is_forward and batch_norm.replays_without_statistics(node):
             target, args = batch_norm.replay_call(node)
+        if target is eager_ops.FORWARD:
+            target = eager_ops.runs_again()
         args, kwargs = fx.map_arg(args, self.get), fx.map_arg(kwargs, self.get)
         state = self.lowering.state_of_op.get(index)
         if state is not None:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import side_by_side
 from benchmarks.contest.comparison import Comparison, compare
-from benchmarks.contest.contest import Effort
+from benchmarks.contest.contest import Contest, Effort
 from benchmarks.contest.results import PlanFigures, Point, Results
 from benchmarks.contest.table import BELOW, LESS, MORE, SAME, peer_rows, verdict
 from benchmarks.contest.worker import StepSession, Worker, WorkerFailed
@@ -77,6 +77,18 @@ def test_verdicts_are_of_the_same_rounds(results):
     difference = results.difference(ours(4000), theirs("a", 4000))
     assert difference.value == pytest.approx(-0.1)
     assert results.overhead(theirs("a", 4000)).value == pytest.approx(0.2)
+
+
+def test_pairs_that_we_seem_to_lose_are_timed_again_but_not_for_ever(results):
+    def contested(rounds: int) -> list[set[str]]:
+        contest = Contest(results, Path("tiny.json"), Effort(rounds=rounds))
+        return [{p.key for p in group} for group in contest._contested(["torch.utils.checkpoint"])]
+
+    assert contested(rounds=3) == [{theirs("c", 2000).key, ours(2000).key}]
+    results.batches += 3 * [results.batches[2]]
+    assert not contested(rounds=3)
+    results.batches += 12 * [{key: results.batches[2]["eager"] for key in results.batches[2]}]
+    assert not contested(rounds=100)  # it was noise
 
 
 def test_results_survive_their_file(results, tmp_path):
