@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,6 @@ class Work:
         build: the workload, in training mode; depends on nothing but the code.
         blocks: regular expression of the paths of the modules to wrap, one by one.
         is_chain: the blocks run in their order, each on what the one before returned, with the same other arguments.
-        options: of `placemat.plan`.
         is_random: a step draws random numbers.
     """
 
@@ -37,7 +35,6 @@ class Work:
     build: Callable[[], Workload]
     blocks: str
     is_chain: bool
-    options: Mapping[str, Any] = field(default_factory=dict)
     is_random: bool = True
 
     def block_paths(self, model: nn.Module) -> list[str]:
@@ -85,7 +82,6 @@ def densenet121() -> Workload:
 
 
 _DENSE = r"stages\.([2-9]|[1-5]\d|6[0-2])"  # dense layers and transitions, without the stem and the last norm
-_EXPERTS = {"recompute": ["transformers.grouped_mm_fallback"]}  # a custom operator, which may run twice
 
 WORKS: Mapping[str, Work] = {
     "gpt2": Work("GPT-2, 12 layers, width 256, 8 x 128 tokens, dropout 0.1", models.gpt2, r"transformer\.h\.\d+", True),
@@ -145,7 +141,6 @@ WORKS: Mapping[str, Work] = {
         partial(library_models.mixtral, "grouped_mm", layers=8, width=256, sequence=64, batch=8),
         r"model\.layers\.\d+",
         True,
-        _EXPERTS,
         is_random=False,
     ),
     "chain": Work("256 layers of linear and tanh, width 128, batch 256", chain, r"0\.\d+", True, is_random=False),

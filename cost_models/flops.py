@@ -77,11 +77,23 @@ def _matrix_vector(index: int) -> FlopFormula:
     return formula
 
 
+def _grouped_products(count: int) -> FlopFormula:
+    """Each row meets the weight of one group: 2 x rows x weight elements of a group, in each of `count` products."""
+
+    def formula(signature: OpSignature) -> int:
+        rows, weight = tensor(signature, 0), tensor(signature, 1)
+        return count * 2 * rows.shape[0] * weight.shape[1] * weight.shape[2]
+
+    return formula
+
+
 _OWN: dict[str, FlopFormula] = {
     "aten.convolution_backward": _convolution_backward,
     "aten._scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _cpu_attention_backward,
     "aten.mv": _matrix_vector(0),
+    "transformers.grouped_mm_fallback": _grouped_products(1),
+    "transformers.grouped_mm_fallback_backward": _grouped_products(2),
     "aten.dot": _matrix_vector(0),
     "aten.addmv": _matrix_vector(1),
 }

@@ -14,6 +14,9 @@ from placemat.graph.storages import argument
 
 # Namespaces whose ops are functional unless their schema or tags say otherwise. Custom libraries are not known to be.
 KNOWN_NAMESPACES = frozenset({"aten", "prims", "placemat_ops"})
+# Custom operators of libraries, pure by their source. The products of experts in transformers 5 (integrations/moe.py):
+# one `mm` for each expert, into rows of a result of zeros.
+KNOWN_PURE = frozenset({"transformers::grouped_mm_fallback"})
 
 
 def schema_of(node: fx.Node) -> Any:
@@ -74,7 +77,7 @@ def why_not_recomputable(node: fx.Node, reads_mutated_input: str | None) -> str 
         return f"{getattr(target, '__name__', target)} is not an operator that is known to be pure"
     if target is FORWARD and not node.meta["kept"].may_run_again:
         return "its module is kept eager"
-    if target.namespace not in KNOWN_NAMESPACES:
+    if target.namespace not in KNOWN_NAMESPACES and target.name() not in KNOWN_PURE:
         return f"custom operator {target.name()} is not known to be pure"
     if (fact := declared_impurity(target)) is not None:
         return fact

@@ -246,9 +246,7 @@ LIBRARY_MODELS: dict[str, LibraryModel] = {
     "Mixtral": LibraryModel(
         "transformers",
         lambda: mixtral("grouped_mm"),
-        f"{_CACHE}; the experts' products are a custom operator in float32, so they are kept unless "
-        '`recompute=["transformers.grouped_mm_fallback"]` says that they may run twice',
-        {"recompute": ["transformers.grouped_mm_fallback"]},
+        f"{_CACHE}; the experts' products are a custom operator in float32, whose seconds are an estimate",
     ),
     "Mixtral, batched experts": LibraryModel(
         "transformers",

@@ -313,3 +313,13 @@ def test_costs_can_be_asked_for_while_a_model_is_compiled(tmp_path: Path, monkey
     assert costs[0].runtime_s > 0
     assert costs[0].workspace_bytes == measure_workspace_bytes(signature)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_flops_of_the_products_of_experts_are_those_of_one_product() -> None:
+    rows, weight = (
+        TensorSpec((10, 4), (4, 1), "float32", "cpu", 4),
+        TensorSpec((3, 4, 6), (24, 6, 1), "float32", "cpu", 4),
+    )
+    for target, products in (("fallback", 1), ("fallback_backward", 2)):
+        signature = OpSignature(f"transformers.grouped_mm_{target}.default", (rows, weight), (), ())
+        assert flops(signature) == products * 2 * 10 * 4 * 6

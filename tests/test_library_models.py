@@ -74,3 +74,15 @@ def test_experts_that_look_at_data_are_refused_with_their_line():
     model, args, kwargs, _ = mixtral("eager")
     with pytest.raises(placemat.CaptureError, match=r"modeling_mixtral\.py:\d+.*keep_eager|modeling_mixtral"):
         placemat.plan(model, "1 GiB", args, kwargs)
+
+
+def test_products_of_experts_run_again_where_that_is_cheapest():
+    work = mixtral("grouped_mm")
+    plan = placemat.plan(
+        work.model, None, work.args, work.kwargs, budget_fraction=0.0, loss_fn=work.loss, time_limit_s=5
+    )
+    products = [
+        op for op in plan.problem.ops if op.name.startswith("grouped_mm_fallback") and "backward" not in op.name
+    ]
+    assert products
+    assert all(op.recomputable for op in products)

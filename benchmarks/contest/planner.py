@@ -37,7 +37,6 @@ class PlanningSession:
             loss_fn=workload.loss,
             time_limit_s=time_limit_s,
             progress=False,
-            **work.options,
         )
         return _written(plan, folder, time.perf_counter() - start_s)
 
@@ -54,7 +53,6 @@ class PlanningSession:
             loss_fn=workload.loss,
             time_limit_s=time_limit_s,
             progress=False,
-            **work.options,
         )
         seconds = time.perf_counter() - start_s
         return [_written(plan, folder, seconds) for plan in curve.plans]
