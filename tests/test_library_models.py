@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -76,13 +78,9 @@ def test_experts_that_look_at_data_are_refused_with_their_line():
         placemat.plan(model, "1 GiB", args, kwargs)
 
 
-def test_products_of_experts_run_again_where_that_is_cheapest():
+def test_products_of_experts_may_run_again():
     work = mixtral("grouped_mm")
-    plan = placemat.plan(
-        work.model, None, work.args, work.kwargs, budget_fraction=0.0, loss_fn=work.loss, time_limit_s=5
-    )
-    products = [
-        op for op in plan.problem.ops if op.name.startswith("grouped_mm_fallback") and "backward" not in op.name
-    ]
+    plan = placemat.plan(work.model, "1 GiB", work.args, work.kwargs, loss_fn=work.loss)
+    products = [op for op in plan.problem.ops if re.fullmatch(r"grouped_mm_fallback(_\d+)?", op.name)]
     assert products
     assert all(op.recomputable for op in products)
