@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -22,18 +22,16 @@ _REMEDY = (
 )
 
 
-class HasParameters(Protocol):
-    def parameters(self) -> Iterator[torch.Tensor]: ...
-
-
 class Watched(Protocol):
     """A handle, or what stands for one: a latest plan, and the parameters that it is for."""
+
+    def parameters(self) -> Iterable[torch.Tensor]: ...
 
     @property
     def plan(self) -> Plan | None: ...
 
     @property
-    def module(self) -> HasParameters: ...
+    def module(self) -> object: ...
 
 
 class GradientWatch:
@@ -83,7 +81,7 @@ class GradientWatch:
         alive = self._handle()
         if alive is None or self.has_warned or alive.plan is None or alive.plan.options["accumulate_grad"]:
             return None, 0
-        gradients = (p.grad for p in alive.module.parameters())
+        gradients = (p.grad for p in alive.parameters())
         return alive.plan, sum(g.numel() * g.element_size() for g in gradients if g is not None)
 
     def _name(self) -> str:

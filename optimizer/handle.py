@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -32,6 +32,7 @@ from placemat.graph.errors import CaptureError, PlacematError, PlanMismatch, Uns
 from placemat.graph.joint import JointGraph
 from placemat.graph.lower import Lowering
 from placemat.installed import Rebindable, forward_under
+from placemat.module_walk import modules_of, parameters_of
 from placemat.parallel_wrappers import refuse_parallel
 from placemat.pipeline import Planner
 from placemat.plan import Plan
@@ -88,10 +89,15 @@ class Handle:
         self._backend = Backend(
             _weak_planner(self), self._gradients.before_backward, _weak_refusal(self), COMPILERS[self.compiler]
         )
+        self._present_modules: list[nn.Module] = []  # of the model, when it was last called
         self._kept: KeptModules | None = None
         self._original: Callable[..., Any] | None = None
         self.bypassed = False
         self._compiled = torch.compile(self._entry, backend=self._backend, fullgraph=True, dynamic=False)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Of the model as it was last called."""
+        return parameters_of(self._present_modules)
 
     @property
     def original(self) -> Callable[..., Any]:
@@ -143,7 +149,7 @@ class Handle:
     def remember(self, plan: Plan, args: Any, kwargs: Any) -> None:
         """Take a plan for calls like this one."""
         self.add_plan(plan)
-        self._decisions[call_key(self.module, args, kwargs)] = self._runs_original(plan)
+        self._decisions[call_key(modules_of(self.module), args, kwargs)] = self._runs_original(plan)
 
     def _runs_original(self, plan: Plan) -> bool:
         """Whether calls of a plan run the original forward; not if somebody asked for a compiler."""
@@ -165,7 +171,8 @@ class Handle:
                 "torch.func transforms (grad, vmap, jvp) over an optimized module are not supported. Remedy: "
                 "placemat.restore(model) before, or optimize a module that is called inside none."
             )
-        key = call_key(self.module, args, kwargs)
+        self._present_modules = modules_of(self.module)
+        key = call_key(self._present_modules, args, kwargs)
         if key not in self._decisions:
             with self._compared(args, kwargs):
                 self._decisions[key] = self._decide(args, kwargs)
@@ -279,18 +286,21 @@ def _weak_refusal(handle: Handle) -> Callable[[fx.GraphModule], None]:
     return refuse_shared
 
 
-def call_key(module: nn.Module, args: Any, kwargs: Any) -> Any:
+def call_key(modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
     """What tells calls apart that need plans of their own: shapes, dtypes, plain values, modes and flags.
 
     Types are in it, since sharding a model changes those of its modules or of its parameters.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
+    parameters = parameters_of(modules)
     device = "cpu" if not torch.cuda.is_available() else "cuda"
     return (
         structure,
         tuple(_leaf_key(leaf) for leaf in leaves),
-        tuple((type(m), m.training) for m in module.modules()),
-        tuple((type(p), p.requires_grad) for p in module.parameters()),
+        tuple(map(type, modules)),
+        tuple([m.training for m in modules]),
+        tuple(map(type, parameters)),
+        tuple([p.requires_grad for p in parameters]),
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         is_inside_region(),
