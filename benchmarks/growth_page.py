@@ -29,10 +29,11 @@ REASONS = """Why the slopes are what they are, by profiles (`--profile`):
 - *Capture* goes through the model op by op, in Python: half of it is Dynamo's symbolic execution, half AOTAutograd's
   trace of forward and backward with fake tensors. Every layer is traced anew, so it grows with their number, less a
   start that it shares; at 12 layers it is two thirds of planning.
-- *Lowering* and *costing* go through ops and values a few times. Costing looks at each kind of op once: equal layers
-  are free.
+- *Lowering* and *costing* go through ops and values a few times. Costing looks at each kind of op once, whatever the
+  number of equal layers, and then hands every op its cost.
 - *Floor* and the first plans of the search evaluate kept sets, each in time linear in the ops, and no more of them than
-  400,000 ops' worth (`optimizer/greedy.py`): they stop growing at some 800 ops.
+  400,000 ops' worth (`optimizer/greedy.py`): that part stops growing at some 800 ops. The other half makes schedules of
+  the best sets, which goes through ops and values a few times for each.
 - *Solving* grows with the memory rows that bind and with the values, not with their product (`docs/solver.md`).
 - *Memory* is that of torch and transformers, and some 4 MiB a layer."""
 
@@ -52,6 +53,8 @@ axis: 0 does not grow, 1 grows with the work, 2 with its square.
 {table(points)}
 
 {slopes(points)}
+
+![seconds of every stage](figures/planning_growth.png)
 
 {REASONS}
 """

@@ -54,6 +54,8 @@ is found at once.
 
 {verdict}
 
+![cost of every solver's plans](figures/solver_race.png)
+
 {table(result["rows"])}
 """
 
@@ -102,6 +104,8 @@ def plot(result: Mapping[str, Any]) -> Figure:
             label=solver,
         )
         seconds.plot(at, [max(row["seconds"], 1e-2) for row in own], "o", label=solver)
+    shares.set_yscale("symlog", linthresh=1.0)  # from nothing to a hundred times the step
+    shares.set_ylim(bottom=0.0)
     shares.set_ylabel("recompute, % of the step\n(no marker: no plan)")
     seconds.set_ylabel("seconds")
     seconds.set_yscale("log")

@@ -1,5 +1,7 @@
 """docs/benchmarks_solver.md from the JSON of the race and of the growth of planning.
 
+python -m benchmarks.race --json race.json --plot docs/figures/solver_race.png
+python -m benchmarks.growth --json growth.json --plot docs/figures/planning_growth.png
 python -m benchmarks.solver_page --race race.json --growth growth.json > docs/benchmarks_solver.md
 """
 
@@ -14,8 +16,10 @@ from benchmarks import growth_page, race_page
 
 HEAD = """# The solver beside others, and what planning costs
 
-`python -m benchmarks.race` and `python -m benchmarks.growth` measure this, `benchmarks.solver_page` writes it. Two
-cores that did other things too: seconds are upper bounds.
+`benchmarks.solver_page` writes this page from what these measure:
+
+    python -m benchmarks.race --json race.json --plot docs/figures/solver_race.png
+    python -m benchmarks.growth --json growth.json --plot docs/figures/planning_growth.png
 """
 
 
