@@ -56,9 +56,9 @@ seconds to solve unless `--time-limit` says otherwise; then `placemat.apply`.
 """
 
 
-def render(listed: Sequence[Results], figures: str) -> str:
+def render(listed: Sequence[Results], figures: str, note: str | None = None) -> str:
     """The page as Markdown; `figures` is the folder of the figures as seen from the page."""
-    parts = [_HEAD, _machines(listed), _overview(listed)]
+    parts = [_HEAD, *([f"**These runs.** {note}\n"] if note else []), _machines(listed), _overview(listed)]
     parts += [_section(results, figures) for results in listed]
     return "\n".join(parts)
 
@@ -162,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIRECTORY")
     parser.add_argument("--page", type=Path, default=Path("docs/benchmarks.md"))
+    parser.add_argument("--note", metavar="TEXT", help="what to know of these runs")
     options = parser.parse_args(arguments)
     paths = sorted(options.results.glob("*.json"), key=lambda path: [*WORKS].index(path.stem))
     if not paths:
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = options.page.parent / "figures"
     for results in listed:
         save_figure(results, folder / f"{results.workload}.png")
-    options.page.write_text(render(listed, os.path.relpath(folder, options.page.parent)))
+    options.page.write_text(render(listed, os.path.relpath(folder, options.page.parent), options.note))
 
 
 if __name__ == "__main__":
