@@ -109,10 +109,7 @@ def test_a_plan_expects_less_where_what_it_recomputes_would_have_been_far() -> N
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(8)))
         x = torch.empty(2**14, 256)
-    near, far = (
-        placemat.plan(model, None, (x,), budget_fraction=0.3, cost_model=Flat(rate))
-        for rate in (0.0, 0.25 / (16 * MIB))
-    )
+    near, far = (placemat.plan(model, "150 MiB", (x,), cost_model=Flat(rate)) for rate in (0.0, 0.25 / (16 * MIB)))
     assert far.forward_backward_seconds > near.forward_backward_seconds
     assert far.overhead < near.overhead
     assert sum(d.recompute_s == 0.75 for d in far.decisions) > 2
