@@ -121,9 +121,10 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _strided(node: fx.Node) -> list[torch.Tensor]:
-    below = (torch_private.below_transforms(t) for t in _tensors(node))
-    return [t for t in below if t.layout == torch.strided]
+    return [torch_private.below_transforms(t) for t in _tensors(node)]
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    """Dense tensors; what makes others is no plain operator."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [t for t in tensors if t.layout == torch.strided]
