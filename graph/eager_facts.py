@@ -133,7 +133,8 @@ def learn(module: nn.Module, call: Call, tensors: Sequence[Tensor]) -> Facts:
         passed = {i: t for i, t in enumerate([*tensors, *(t.detach() for t in outputs)]) if i in graph.owners}
         given = list(_gradients(graph, outputs))
         runs = [_backward(graph, grads, passed) for grads in given]
-        is_timed = type(module) in _FIXED and all(t.device.type == "cpu" for t in tensors)
+        is_fixed = type(module) in _FIXED
+        is_timed = is_fixed and all(t.device.type == "cpu" for t in tensors)
         forward_s = _seconds(lambda: _run(twin, call, tensors)) if is_timed else None
         backward_s = _seconds(lambda: graph.backward(given[0], passed)) if is_timed and given else None
     leaves, structure = pytree.tree_flatten(result)
@@ -153,8 +154,8 @@ def learn(module: nn.Module, call: Call, tensors: Sequence[Tensor]) -> Facts:
         saved_bytes=graph.saved_bytes,
         forward_workspace_bytes=_workspace_bytes(forward_allocations, layouts, graph.saved_bytes),
         backward_workspace_bytes=None if None in workspaces else max(workspaces, default=0),  # type: ignore[type-var]
-        is_fixed=type(module) in _FIXED,
-        may_run_again=type(module) in _FIXED and not _draws(module),
+        is_fixed=is_fixed,
+        may_run_again=is_fixed and not _draws(module),
         forward_s=forward_s,
         backward_s=backward_s,
     )

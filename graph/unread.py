@@ -51,9 +51,9 @@ def unread_bytes(graph_module: fx.GraphModule) -> int | None:
     graph = graph_module.graph
     read = ancestors([n for n in graph.nodes if n.op == "output"])
     kept = [n for n in graph.nodes if n in read or n.op in ("placeholder", "get_attr")]
-    there = {storage_key(t) for node in kept for t in _strided(node)}
+    there = {key for node in kept for key in _storages(node)}
     unread = [n for n in graph.nodes if n not in read and n.op not in ("placeholder", "get_attr")]
-    if all(storage_key(t) in there for node in unread for t in _strided(node)):
+    if all(key in there for node in unread for key in _storages(node)):
         return 0
     ran = [node for node in unread if _tensors(node) or node.target is operator.setitem]
     return _bytes_of(ran)
@@ -61,9 +61,9 @@ def unread_bytes(graph_module: fx.GraphModule) -> int | None:
 
 def _bytes_of(calls: Sequence[fx.Node]) -> int | None:
     """Make the calls once more, of fake tensors, and add up what the operators inside them make."""
-    inputs = {source for node in calls for source in node.all_input_nodes}
     if any(node.op not in ("call_function", "call_method") for node in calls):
         return None
+    inputs = {source for node in calls for source in node.all_input_nodes}
     tensors = [t for node in (*inputs, *calls) for t in _tensors(node)]
     mode = torch_private.common_fake_mode(tensors)
     if mode is None:
@@ -120,8 +120,8 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
     return _leaves(node.meta.get("example_value"))
 
 
-def _strided(node: fx.Node) -> list[torch.Tensor]:
-    return [torch_private.below_transforms(t) for t in _tensors(node)]
+def _storages(node: fx.Node) -> list[int]:
+    return [storage_key(torch_private.below_transforms(t)) for t in _tensors(node)]
 
 
 def _leaves(value: Any) -> list[torch.Tensor]:

@@ -168,7 +168,7 @@ class Contest:
         What trains on wrong gradients comes last: its seconds are worth least, should a run be interrupted.
         """
         groups: list[list[Point]] = []
-        for point in sorted(self.results.of(contenders), key=_is_wrong):
+        for point in sorted(self.results.of(contenders), key=lambda point: point.has_wrong_gradients):
             group = [self.results.twin(p) for p in self._with_ours(point) if not p.failure]
             keys = {p.key for p in group}
             known = [set(batch) for batch in self.results.batches] + [set(_as_batch(other)) for other in groups]
@@ -180,13 +180,13 @@ class Contest:
         """Pairs in which ours seems to cost more, until they have had the rounds of `CONTESTED` batches."""
         groups: dict[frozenset[str], list[Point]] = {}
         for point in self.results.of(peers):
-            ours = None if point.peak_bytes is None else self.results.ours_at(point.peak_bytes)
-            if ours is None or verdict(self.results, point) != MORE:
+            if verdict(self.results, point) != MORE:
                 continue
-            difference = self.results.difference(ours, point)
-            if difference is not None and difference.rounds < CONTESTED * self.effort.rounds:
-                pair = [self.results.twin(p) for p in (point, ours)]
-                groups[frozenset(p.key for p in pair)] = pair
+            theirs, ours = pair = [self.results.twin(p) for p in self._with_ours(point)]
+            difference = self.results.difference(ours, theirs)
+            assert difference is not None, "the verdict rests on it"
+            if difference.rounds < CONTESTED * self.effort.rounds:
+                groups[frozenset(_as_batch(pair))] = pair
         return list(groups.values())
 
     def _with_ours(self, point: Point) -> list[Point]:
@@ -239,10 +239,6 @@ def interleave(workers: Mapping[str, Worker], rounds: int) -> dict[str, list[flo
 
 def _unexamined(contender: str, setting: Setting) -> Point:
     return Point(contender, setting.label, setting.curve, setting.values)
-
-
-def _is_wrong(point: Point) -> bool:
-    return point.comparison is not None and not point.comparison.has_right_gradients
 
 
 def _setting(point: Point) -> Setting:

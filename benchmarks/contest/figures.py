@@ -52,7 +52,11 @@ def _curves(results: Results) -> dict[str, list[Point]]:
 def _draw(axes: Axes, results: Results, points: list[Point], name: str, color: str, marker: str) -> None:
     timed = [(results.twin(p), results.overhead(p)) for p in points]
     drawn = sorted(
-        {(p.peak_bytes / _MIB, 100 * o.value, 100 * o.margin, _is_wrong(p)) for p, o in timed if o and p.peak_bytes}
+        {
+            (p.peak_bytes / _MIB, 100 * o.value, 100 * o.margin, p.has_wrong_gradients)
+            for p, o in timed
+            if o and p.peak_bytes
+        }
     )
     if not drawn:
         return
@@ -62,7 +66,3 @@ def _draw(axes: Axes, results: Results, points: list[Point], name: str, color: s
         chosen = [(x, y) for x, y, _, wrong in drawn if wrong == is_wrong]
         if chosen:
             axes.plot(*zip(*chosen, strict=True), linestyle="none", marker=shape, color=color, markersize=6)
-
-
-def _is_wrong(point: Point) -> bool:
-    return point.comparison is not None and not point.comparison.has_right_gradients

@@ -73,6 +73,11 @@ class Point:
     def key(self) -> str:
         return f"{self.contender}: {self.label}"
 
+    @property
+    def has_wrong_gradients(self) -> bool:
+        """Whether its step is known to make other gradients, or another loss, than eager's."""
+        return self.comparison is not None and not self.comparison.has_right_gradients
+
 
 @dataclass(frozen=True)
 class Estimate:
