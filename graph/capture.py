@@ -52,6 +52,9 @@ class _Captured(Interrupt):
         self.joint = joint
 
 
+FORWARD_OWNER = "L['forward'].__self__"  # what Dynamo calls the module of a bound forward that an entry gets
+
+
 def make_entry() -> Callable[..., Any]:
     """A function with a code object of its own.
 

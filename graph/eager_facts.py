@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from placemat.graph import torch_private
+from placemat.graph import lstm_kernels, torch_private
 from placemat.graph.eager_run import Call, InnerGraph, run, trace_edges
 from placemat.graph.errors import CaptureError, UnsupportedFeature
 
@@ -75,6 +75,7 @@ class Facts:
         saved_bytes: what the inner graph holds beside those.
         forward_workspace_bytes, backward_workspace_bytes: beside results and what is saved; None if not measured.
         is_fixed: a layer of PyTorch's, of which it is known that the graph is the same at every such call.
+        by_kernels: the plan's runs call its kernels without a graph around them (`lstm_kernels`).
         may_run_again: such a layer that draws no random numbers: a second run does what the first did.
         forward_s, backward_s: how long runs took, without the first; None if they were not timed.
         summed: inputs whose gradient the step around adds to others; filled in when the graph is there (`eager_lower`).
@@ -93,6 +94,7 @@ class Facts:
     forward_workspace_bytes: int | None
     backward_workspace_bytes: int | None
     is_fixed: bool
+    by_kernels: bool = False
     may_run_again: bool = False
     forward_s: float | None = None
     backward_s: float | None = None
@@ -134,6 +136,9 @@ def learn(module: nn.Module, call: Call, tensors: Sequence[Tensor]) -> Facts:
         given = list(_gradients(graph, outputs))
         runs = [_backward(graph, grads, passed) for grads in given]
         is_fixed = type(module) in _FIXED
+        by_kernels = lstm_kernels.is_for_kernels(module, call, tensors) and _kernels_agree(
+            module, call, tensors, outputs, graph
+        )
         is_timed = is_fixed and all(t.device.type == "cpu" for t in tensors)
         forward_s = _seconds(lambda: _run(twin, call, tensors)) if is_timed else None
         backward_s = _seconds(lambda: graph.backward(given[0], passed)) if is_timed and given else None
@@ -155,10 +160,24 @@ def learn(module: nn.Module, call: Call, tensors: Sequence[Tensor]) -> Facts:
         forward_workspace_bytes=_workspace_bytes(forward_allocations, layouts, graph.saved_bytes),
         backward_workspace_bytes=None if None in workspaces else max(workspaces, default=0),  # type: ignore[type-var]
         is_fixed=is_fixed,
+        by_kernels=by_kernels,
         may_run_again=is_fixed and not _draws(module),
         forward_s=forward_s,
         backward_s=backward_s,
     )
+
+
+def _kernels_agree(
+    layer: nn.Module, call: Call, tensors: Sequence[Tensor], outputs: Sequence[Tensor], graph: InnerGraph
+) -> bool:
+    """Whether kernels that are called directly make the same bits as the layer did, and save as much.
+
+    Their gradients are compared by tests: the layer's here are of zeros.
+    """
+    results, direct = lstm_kernels.run(layer, call, tensors, graph.owners)
+    passed = frozenset(range(1, len(tensors) + 1))  # the parameters, and the first result
+    same = all(torch.equal(a, b) for a, b in zip(results, outputs, strict=True))
+    return same and graph.owners - {0} == passed and direct.saved_bytes == graph.saved_bytes
 
 
 def _draws(layer: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
+from placemat.graph import lstm_kernels
 from placemat.graph.eager_facts import Facts
 from placemat.graph.eager_run import kept_by, make_token, run, trace_edges
 from placemat.graph.errors import UnsupportedFeature
@@ -88,16 +89,20 @@ def run_forward(key: str, inputs: Sequence[Tensor]) -> list[Tensor]:
     """
     registry = ACTIVE.get()
     facts = registry.facts(key)
+    if facts.by_kernels and lstm_kernels.are_enabled():
+        results, kernel_run = lstm_kernels.run(registry.module(key), facts.call, inputs, facts.owners)
+        _check_run(facts, results, facts.requires_grad, kernel_run.saved_bytes)
+        return [*results, make_token((kernel_run, facts))]
     _, outputs, graph = run(registry.module(key), facts.call, inputs, facts.owners.__contains__)
-    _check_run(facts, outputs, graph.saved_bytes)
+    _check_run(facts, outputs, tuple(o.requires_grad for o in outputs), graph.saved_bytes)
     if not facts.is_fixed:
         _check_edges(facts, *trace_edges(graph))
     return [*(o.detach() for o in outputs), make_token((graph, facts))]
 
 
-def _check_run(facts: Facts, outputs: Sequence[Tensor], saved_bytes: int) -> None:
+def _check_run(facts: Facts, outputs: Sequence[Tensor], requires_grad: tuple[bool, ...], saved_bytes: int) -> None:
     fits = len(outputs) == len(facts.outputs) and all(map(lambda f, t: f.matches(t), facts.outputs, outputs))
-    if not fits or tuple(o.requires_grad for o in outputs) != facts.requires_grad:
+    if not fits or requires_grad != facts.requires_grad:
         raise UnsupportedFeature(
             f"the kept module {facts.call.path} returned {_shapes(outputs)}, but the plan was made for "
             f"{_shapes([o.empty() for o in facts.outputs])}: shapes or gradients of its results depend on data or on "

@@ -172,10 +172,10 @@ class InnerGraph:
             )
         finally:
             self._passed = {}
-        return _unshared([None if edge is None else next(results) for edge in self.inputs], [g for _, g in pairs])
+        return unshared([None if edge is None else next(results) for edge in self.inputs], [g for _, g in pairs])
 
 
-def _unshared(results: list[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor | None]:
+def unshared(results: list[Tensor | None], grads: Sequence[Tensor]) -> list[Tensor | None]:
     """Results of an operator share no storage with its arguments or with each other; autograd's may."""
     seen = {_key(g) for g in grads}
     for i, result in enumerate(results):
