@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
+import torch
+
 from placemat import (
     checkpoint_modules,
     diff,
@@ -300,7 +302,7 @@ def build_plan(
         capture_seconds=capture_seconds,
         cost_source=costs.source,
         device=graph.device,
-        torch_version=version("torch"),
+        torch_version=str(torch.__version__),  # as in fingerprints; the wheel's metadata leave "+cpu" or "+cu130" out
         placemat_version=version("placemat"),
         fingerprint=graph.fingerprint,
         module_digest=module_digest,
