@@ -6,7 +6,7 @@ step the plan decides, and the two emitted functions run inside its autograd nod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from placemat.codegen import Boxed, boxed_function
-from placemat.emit import EmittedStep, emit
+from placemat.emit import IN_PLACE, EmittedStep, emit
 from placemat.graph import gradients, torch_private
 from placemat.graph.aliases import guard_views, split_gradients
 from placemat.graph.arriving import take_as_they_come
@@ -30,8 +30,17 @@ from placemat.segments import Chain
 from placemat.shared_casts import SharedCasts, present_region
 from placemat.tied_weights import TiedWeights, tied_leaves
 
-# From the joint graph that is being compiled to its lowering under the plan, and the plan's schedule.
-Planner = Callable[[JointGraph], tuple[Lowering, Schedule]]
+
+@dataclass(frozen=True)
+class Planned:
+    """A joint graph's lowering under its plan, the plan's schedule, and which steps of it are below the peak."""
+
+    lowering: Lowering
+    schedule: Schedule
+    below_peak: Container[int] = ()
+
+
+Planner = Callable[[JointGraph], Planned]
 
 # From an emitted graph and its name, "forward" or "backward", to the function that runs it.
 Function = Callable[[fx.GraphModule, str], Boxed]
@@ -81,11 +90,12 @@ class Backend:
 
         def partition(joint: fx.GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
             made = make_joint(joint, num_fwd_outputs, traced)
-            lowering, schedule = self.planner(made)
+            planned = self.planner(made)
+            lowering = planned.lowering
             emitted["autocast"] = _AutocastGuard(made, lowering.graph.device)
             leaves = [p for p, known in zip(made.primals, made.inputs, strict=True) if known.is_leaf]
             emitted["shares"] = lowering.graph.device if casts_outlive_forward(leaves) else None
-            step = emit(lowering, schedule)
+            step = emit(lowering, planned.schedule, planned.below_peak)
             emitted["chain"] = Chain.of(made, step.segments, len(inputs)) if step.segments else None
             emitted["backward"] = _backward(step, lowering, function, emitted["chain"])
             emitted["split"] = split_gradients(made, traced.hooked)
@@ -212,7 +222,7 @@ def _backward(step: EmittedStep, lowering: Lowering, function: Function, chain: 
         arrival = _Arrival(present, as_traced)
         if arrival not in variants:
             _check_tangents(present, planned)
-            variants[arrival] = function(_specialized(step, arrival), "backward")
+            variants[arrival] = function(_specialized(step, arrival, planned), "backward")
         result: Any = variants[arrival](args)
         return result if chain is None else chain.begin(result)
 
@@ -230,12 +240,15 @@ def _check_tangents(present: Sequence[bool], planned: frozenset[int]) -> None:
         )
 
 
-def _specialized(step: EmittedStep, arrival: _Arrival) -> fx.GraphModule:
+def _specialized(step: EmittedStep, arrival: _Arrival, planned: frozenset[int]) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(step.backward.graph, copies))
+    is_planned = arrival.as_traced and all(arrival.present[i] for i in planned)
     for old, new in copies.items():
         new.meta = dict(old.meta)
+        if not is_planned:  # calls fall away, or results have other strides: what was argument of one may be another's
+            new.meta.pop(IN_PLACE, None)
     tangents = list(graph.find_nodes(op="placeholder"))[step.num_saved :]
     absent = [t for t, there in zip(tangents, arrival.present, strict=True) if not there]
     moved = gradients.prune_tangents(graph, absent)

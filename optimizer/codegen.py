@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from placemat.emit import IN_PLACE
 from placemat.graph.eager_ops import RUNS
 from placemat.graph.gradients import hand_out
 
@@ -92,6 +93,10 @@ class _Writer:
         if function is operator.getitem:
             return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
         arguments = [self.text(a) for a in node.args] + [f"{k}={self.text(a)}" for k, a in node.kwargs.items()]
+        if (in_place := node.meta.get(IN_PLACE)) is not None:
+            how, position = in_place
+            function = how.target._op
+            arguments += [f"{how.out}={self.text(node.args[position])}"] if how.out else []
         return f"{self.constant(function)}({', '.join(arguments)})"
 
     def text(self, x: Any) -> str:

@@ -19,10 +19,13 @@ from placemat import rng
 from placemat.graph import batch_norm, eager_ops
 from placemat.graph.gradients import hand_out
 from placemat.graph.handing_out import Positions
+from placemat.graph.in_place import candidates
 from placemat.graph.lower import Lowering
 from placemat.graph.storages import tensors_of
 from placemat.graph.torch_private import is_tangent
 from placemat.schedule import Compute, Free, Schedule
+
+IN_PLACE = "placemat in place"  # in a node's meta: how its call writes into an argument, and the position of that
 
 
 @dataclass(frozen=True)
@@ -39,18 +42,23 @@ class EmittedStep:
     segments: tuple[Positions, ...] = ()
 
 
-def emit(lowering: Lowering, schedule: Schedule) -> EmittedStep:
-    """Graphs that run a schedule which the referee accepted."""
+def emit(lowering: Lowering, schedule: Schedule, below_peak: Container[int] = ()) -> EmittedStep:
+    """Graphs that run a schedule which the referee accepted.
+
+    `below_peak`: steps of the schedule at which an op may write into an argument that is freed right after it. They
+    then need less than the referee counts; with the steps at the peak not among them the peak is what it is.
+    """
     border = next(i for i, s in enumerate(schedule.steps) if s == Compute(lowering.graph.border))
     forward = _Side(lowering, set(), is_forward=True)
     for node in lowering.joint.primals:
         forward.add_placeholder(node)
-    for step in schedule.steps[:border]:
-        forward.run(step)
+    dying = _dying(schedule, below_peak)
+    for i, step in enumerate(schedule.steps[:border]):
+        forward.run(step, dying.get(i, frozenset()))
     assert not forward.saved, f"the forward reads {list(forward.saved)} where the schedule does not hold them"
     backward = _Side(lowering, set(forward.computed), is_forward=False)
-    for step in schedule.steps[border + 1 :]:
-        backward.run(step)
+    for i, step in enumerate(schedule.steps[border + 1 :], border + 1):
+        backward.run(step, dying.get(i, frozenset()))
     gradients = [backward.handed.get(i) or backward.gradient(i) for i in range(len(lowering.joint.gradients))]
     saved = list(backward.saved)
     forward.graph.output((*forward.outputs(), *(forward.get_saved(n) for n in saved)))
@@ -61,6 +69,21 @@ def emit(lowering: Lowering, schedule: Schedule) -> EmittedStep:
     return EmittedStep(
         fx.GraphModule(owner, forward.graph), fx.GraphModule(owner, backward.graph), len(saved), segments
     )
+
+
+def _dying(schedule: Schedule, below_peak: Container[int]) -> dict[int, frozenset[int]]:
+    """For steps in `below_peak`: the values that are freed right after."""
+    dying: dict[int, frozenset[int]] = {}
+    freed: list[int] = []
+    for i in range(len(schedule.steps) - 1, -1, -1):
+        step = schedule.steps[i]
+        if isinstance(step, Free):
+            freed.append(step.value)
+            continue
+        if freed and i in below_peak:
+            dying[i] = frozenset(freed)
+        freed = []
+    return dying
 
 
 def _add_tangents(backward: _Side) -> None:
@@ -96,14 +119,15 @@ class _Side:
     results: list[Any] | None = None  # outputs of the forward, once they are all there
     handed: dict[int, fx.Node] = field(default_factory=dict)  # primal -> its gradient, once it is handed out
     names_of_value: dict[int, list[fx.Node]] = field(default_factory=dict)
+    made: set[int] = field(default_factory=set)  # values that were computed on this side
 
-    def run(self, step: Compute | Free) -> None:
+    def run(self, step: Compute | Free, dying: frozenset[int]) -> None:
         if isinstance(step, Free):
             self.forget(step.value)
         else:
-            self.compute(step.op)
+            self.compute(step.op, dying)
 
-    def compute(self, index: int) -> None:
+    def compute(self, index: int, dying: frozenset[int]) -> None:
         op = self.lowering.graph.ops[index]
         node = self.lowering.node_of_op[index]
         again = index in self.computed
@@ -120,6 +144,9 @@ class _Side:
         if node is None:
             return
         copy = self.call_again(index, node) if again else self.graph.node_copy(node, self.get)
+        if dying:
+            self.reuse(node, copy, dying)
+        self.made.update(op.outputs)
         held: set[int] = set()
         if again:
             # The caller holds the first copy of an output, so the new one goes at once.
@@ -153,6 +180,16 @@ class _Side:
         if target is batch_norm.NO_STATS:
             copy.meta["val"] = node.meta["val"][:3]
         return copy
+
+    def reuse(self, node: fx.Node, copy: fx.Node, dying: frozenset[int]) -> None:
+        """Let a call write into an argument that was made on this side and is about to be freed.
+
+        What the forward saved is not touched: a second backward reads it again.
+        """
+        for value, position, how in candidates(node, self.lowering.value_of_node, self.lowering.base_of_value):
+            if value in dying and value in self.made:
+                copy.meta[IN_PLACE] = how, position
+                return
 
     def add_results(self, node: fx.Node, copy: fx.Node, held: Container[int | None] = ()) -> None:
         """Name the results of an op with several outputs right away, so that each storage lives on its own.

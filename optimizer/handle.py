@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from placemat.backend import Backend
+from placemat.backend import Backend, Planned
 from placemat.call_differences import call_difference, foreign_call, foreign_graph
 from placemat.calls import describe_call, is_trainable
 from placemat.compilers import COMPILERS, EAGER, refuse_kept
@@ -30,14 +30,13 @@ from placemat.graph.capture import FORWARD_OWNER, Interrupt, capture, make_entry
 from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import CaptureError, PlacematError, PlanMismatch, UnsupportedFeature
 from placemat.graph.joint import JointGraph
-from placemat.graph.lower import Lowering
 from placemat.installed import Rebindable, forward_under
 from placemat.module_walk import has_hooks, modules_of, parameters_of
 from placemat.parallel_wrappers import refuse_parallel
 from placemat.pipeline import Planner
 from placemat.plan import Plan
 from placemat.relower import relower
-from placemat.schedule import Schedule
+from placemat.simulate import steps_below_peak
 
 log = logging.getLogger("placemat")
 
@@ -270,21 +269,21 @@ class Handle:
             self._compiled[is_bare] = torch_private.compiled(make_entry(), self._backend, bare)
         return self._compiled[is_bare]
 
-    def schedule_for(self, joint: JointGraph) -> tuple[Lowering, Schedule]:
+    def planned(self, joint: JointGraph) -> Planned:
         """The plan of a graph that is being compiled."""
         plan = self.plans.get(joint.fingerprint)
         if plan is None:
             raise _Unplanned(joint.fingerprint)
-        return relower(joint, plan), plan.schedule
+        return Planned(relower(joint, plan), plan.schedule, steps_below_peak(plan.problem, plan.schedule))
 
 
-def _weak_planner(handle: Handle) -> Callable[[JointGraph], tuple[Lowering, Schedule]]:
+def _weak_planner(handle: Handle) -> Callable[[JointGraph], Planned]:
     reference = weakref.ref(handle)
 
-    def planner(joint: JointGraph) -> tuple[Lowering, Schedule]:
+    def planner(joint: JointGraph) -> Planned:
         alive = reference()
         assert alive is not None, "a module compiles only while it is called"
-        return alive.schedule_for(joint)
+        return alive.planned(joint)
 
     return planner
 

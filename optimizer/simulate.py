@@ -94,6 +94,12 @@ def simulate(problem: Problem, schedule: Schedule) -> Simulation:
     )
 
 
+def steps_below_peak(problem: Problem, schedule: Schedule) -> frozenset[int]:
+    """Indices of the steps that need less than the peak."""
+    simulation = simulate(problem, schedule)
+    return frozenset(i for i, num_bytes in enumerate(simulation.timeline) if num_bytes < simulation.peak_bytes)
+
+
 def running_bytes(schedule: Schedule, simulation: Simulation) -> list[int]:
     """Bytes at each Compute of the schedule."""
     steps = zip(schedule.steps, simulation.timeline, strict=True)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import fx
 
-from placemat.backend import Backend, NoGradient
+from placemat.backend import Backend, NoGradient, Planned
 from placemat.compilers import COMPILERS, EAGER
 from placemat.gradient_watch import GradientWatch
 from placemat.graph import torch_private
@@ -24,12 +24,11 @@ from placemat.graph.capture import Interrupt, input_names
 from placemat.graph.errors import PlacematError, UnsupportedFeature
 from placemat.graph.joint import JointGraph, JointInput
 from placemat.graph.loss_region import LossRegion
-from placemat.graph.lower import Lowering
 from placemat.graph.sources import user_line
 from placemat.graph.static import graph_static_bytes
 from placemat.pipeline import Identity, Planner
 from placemat.plan import Plan
-from placemat.schedule import Schedule
+from placemat.simulate import steps_below_peak
 
 Run = Callable[..., Any]
 
@@ -72,7 +71,7 @@ class CompilerBackend:
         identity = _identity(known, inputs)
         graph = PlannedGraph(tuple(weakref.ref(t) for t in inputs if isinstance(t, torch.nn.Parameter)))
 
-        def planner(joint: JointGraph) -> tuple[Lowering, Schedule]:
+        def planner(joint: JointGraph) -> Planned:
             loss = LossRegion(frozenset(range(len(joint.tangents))))
             with torch_private.outside_tracing():
                 stages = self.planner.costed(joint, loss, device, static, capture_seconds=0.0)
@@ -80,7 +79,8 @@ class CompilerBackend:
             self.plan = self.plans[graph.plan.fingerprint] = graph.plan
             if graph.plan.runs_original and self.compiler == EAGER:
                 raise _RunsOriginal
-            return stages.lowering, graph.plan.schedule
+            schedule = graph.plan.schedule
+            return Planned(stages.lowering, schedule, steps_below_peak(graph.plan.problem, schedule))
 
         watch = GradientWatch(graph)
         backend = Backend(planner, watch.before_backward, lambda _: None, COMPILERS[self.compiler])

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from placemat import rng
-from placemat.backend import Backend
+from placemat.backend import Backend, Planned
 from placemat.baselines import chen_sqrt_n, recompute_all, save_all
 from placemat.codegen import last_uses
 from placemat.cost_models.base import cost_graph
@@ -59,7 +59,8 @@ def run_with(model: nn.Module, make_schedule):
 
     def planner(joint):
         lowering = lower(joint, device="cpu", static_bytes={})
-        return lowering, make_schedule(problem_of(lowering))
+        schedule = make_schedule(problem_of(lowering))
+        return Planned(lowering, schedule, below_peak=range(len(schedule.steps)))  # in place wherever it is possible
 
     backend, entry = Backend(planner, lambda: None, KeptModules({}).refuse_shared), make_entry()
     compiled = torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)
