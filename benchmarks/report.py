@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.contest.figures import save_figure
-from benchmarks.contest.results import Estimate, Point, Results
+from benchmarks.contest.results import Point, Results
 from benchmarks.contest.table import OUR_HEADER, PEER_HEADER, VERDICTS, our_rows, peer_rows, percent, verdict
 from benchmarks.peers import PEERS, PlacematPlans
 from benchmarks.side_by_side import RESULTS
@@ -31,7 +31,9 @@ unless it is called predicted. This page is written by `python -m benchmarks.rep
 process at a time and each step after another one of the same process, by the processor's clock, with malloc holding
 freed memory as allocators of accelerators do. An overhead is the median over rounds of a step's time over that of
 eager's step in the same round; ± is twice the standard error of that median, estimated from the median absolute
-deviation. Peaks are replayed from the allocator's events, for all in the same way, with parameters, buffers and inputs.
+deviation. Two processes that run the same differ by up to 2 % of a step, and keep to that; of what was timed in three
+batches or more, each with new processes for all, eager's too, ± is at least twice the standard error of the batches'
+medians. Peaks are replayed from the allocator's events, for all in the same way, with parameters, buffers and inputs.
 Loss, gradients, buffers and the random state after a step from a fixed seed are compared with eager's: *bitwise*;
 *close*, with an error (root mean square, as a part of the tensor's) under 0.01; or *WRONG*. The tensor with the largest
 error is named; 1e+09 stands for counters that differ.
@@ -39,7 +41,7 @@ error is named; 1e+09 stands for counters that differ.
 **Dominance.** For each peak that a peer reaches, placemat plans for that many bytes, and both are timed in the same
 rounds. *Ours less theirs* is the median over rounds of the difference, as a part of eager's step; the verdict is *the
 same within noise* if that is smaller than its margin. Where placemat loses, the verdict is in capitals. Pairs in which
-it seemed to lose were timed again, up to four times as many rounds, and all their rounds count.
+it seemed to lose were timed again, up to four times as many rounds, and all their rounds count; so was the ample budget.
 
 **Peers.** `torch.utils.checkpoint` (non-reentrant) around every, every second and every fourth block, and around
 segments of about sqrt(n) of n blocks (Chen et al. 2016) where blocks form a chain. *Selective checkpointing* with
@@ -92,7 +94,7 @@ def _overview(listed: Sequence[Results]) -> str:
                 *_eager(results),
                 _peer_floor(results),
                 _our_floor(results),
-                percent(_ample(results)),
+                percent(None if (ample := results.ample()) is None else results.overhead(ample)),
                 *(str(counts[name] or "") for name in VERDICTS),
             ]
         )
@@ -145,12 +147,6 @@ def _our_floor(results: Results) -> str:
     if plan is None:
         return "no plan"
     return format_bytes(plan.floor_bytes) + (" (proven)" if plan.floor_proven else "")
-
-
-def _ample(results: Results) -> Estimate | None:
-    original = (p for p in results.of([PlacematPlans.name]) if p.plan is not None and p.plan.runs_original)
-    point = next(original, None)
-    return None if point is None else results.overhead(point)
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

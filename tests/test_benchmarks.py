@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from benchmarks import side_by_side
 from benchmarks.contest.comparison import Comparison, compare
 from benchmarks.contest.contest import Contest, Effort
-from benchmarks.contest.results import PlanFigures, Point, Results
+from benchmarks.contest.results import Estimate, PlanFigures, Point, Results
 from benchmarks.contest.table import BELOW, LESS, MORE, SAME, peer_rows, verdict
 from benchmarks.contest.worker import StepSession, Worker, WorkerFailed
 from benchmarks.peers import CONTENDERS, PlacematPlans
@@ -89,6 +90,24 @@ def test_pairs_that_we_seem_to_lose_are_timed_again_but_not_for_ever(results):
     assert not contested(rounds=3)
     results.batches += 12 * [{key: results.batches[2]["eager"] for key in results.batches[2]}]
     assert not contested(rounds=100)  # it was noise
+
+
+def test_a_margin_has_what_processes_differ_by():
+    batches = [[0.0, 0.0, 0.0], [0.02, 0.02, 0.02], [0.02, 0.02, 0.02], [0.04, 0.04, 0.04]]
+    assert Estimate.of_batches(batches[1:3]).margin == 0.0  # too few to tell
+    assert Estimate.of_batches(batches[1:]) == Estimate(0.02, pytest.approx(2 * 0.02 / 3), 9)
+    noisy = [[0.0, 0.02, 0.04], [0.0, 0.02, 0.04], [0.0, 0.02, 0.04]]
+    assert Estimate.of_batches(noisy) == Estimate.of([sample for batch in noisy for sample in batch])
+
+
+def test_an_ample_budget_is_timed_in_as_many_batches_as_what_we_seem_to_lose(results):
+    ample = dataclasses.replace(ours(9000), plan=dataclasses.replace(plan_of(9000), runs_original=True))
+    results.add(ample)
+    results.batches.append({"eager": [1.0, 1.0, 1.0], ample.key: [1.0, 1.0, 1.0]})
+    contest = Contest(results, Path("tiny.json"), Effort(rounds=3))
+    assert contest._contested([]) == [[ample]]
+    results.batches += 3 * [results.batches[-1]]
+    assert contest._contested([]) == []
 
 
 def test_results_survive_their_file(results, tmp_path):

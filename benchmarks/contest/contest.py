@@ -17,7 +17,7 @@ from benchmarks.timing import turns
 from benchmarks.work import WORKS
 
 log = logging.getLogger("benchmarks")
-CONTESTED = 4  # batches in all for a pair in which ours seems to cost more
+CONTESTED = 4  # batches in all for what is looked at more closely
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,18 @@ class Contest:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._worker() as reference:
             self._examine_reference(reference)
-            for peer in peers:
-                self._survey(peer)
-            self._plan(peers)
-            groups = self._untimed([*peers, PlacematPlans.name])
-            self._time_all(reference, groups)
-            for _ in range(CONTESTED - 1):
-                self._time_all(reference, self._contested(peers))
+        for peer in peers:
+            self._survey(peer)
+        self._plan(peers)
+        groups = self._untimed([*peers, PlacematPlans.name])
+        self._time_all(groups)
+        for _ in range(CONTESTED - 1):
+            self._time_all(self._contested(peers))
 
-    def _time_all(self, reference: Worker, groups: Sequence[Sequence[Point]]) -> None:
+    def _time_all(self, groups: Sequence[Sequence[Point]]) -> None:
         for number, batch in enumerate(_batches(groups, self.effort.together)):
             log.info("%s: batch %d, %s", self.results.workload, number + 1, ", ".join(batch))
-            self._time(reference, batch)
+            self._time(batch)
 
     def _worker(self) -> Worker:
         return Worker(StepSession, self.results.workload)
@@ -83,13 +83,17 @@ class Contest:
         self.results.add(point)
         self.results.save(self.path)
 
+    @property
+    def _eager(self) -> Setting:
+        [setting] = Eager().settings(WORKS[self.results.workload])
+        return setting
+
     # ------------------------------------------------------------------------------------------------------ examining
 
     def _examine_reference(self, reference: Worker) -> None:
-        [setting] = Eager().settings(WORKS[self.results.workload])
-        reference.call("prepare", Eager.name, setting)
+        reference.call("prepare", Eager.name, self._eager)
         reference.call("record", self._recorded)
-        point = _unexamined(Eager.name, setting)
+        point = _unexamined(Eager.name, self._eager)
         self._keep(self._examined(reference, point))
 
     def _examined(self, worker: Worker, point: Point) -> Point:
@@ -177,7 +181,10 @@ class Contest:
         return groups
 
     def _contested(self, peers: Sequence[str]) -> list[list[Point]]:
-        """Pairs in which ours seems to cost more, until they have had the rounds of `CONTESTED` batches."""
+        """Pairs in which ours seems to cost more, until they have had the rounds of `CONTESTED` batches.
+
+        So does the ample budget, under which we run what eager runs: that it costs nothing shows in many rounds only.
+        """
         groups: dict[frozenset[str], list[Point]] = {}
         for point in self.results.of(peers):
             if verdict(self.results, point) != MORE:
@@ -187,7 +194,14 @@ class Contest:
             assert difference is not None, "the verdict rests on it"
             if difference.rounds < CONTESTED * self.effort.rounds:
                 groups[frozenset(_as_batch(pair))] = pair
+        ample = self.results.ample()
+        if ample is not None and ample.peak_bytes is not None and not self._has_rounds(ample):
+            groups[frozenset([ample.key])] = [self.results.twin(ample)]
         return list(groups.values())
+
+    def _has_rounds(self, point: Point) -> bool:
+        overhead = self.results.overhead(point)
+        return overhead is not None and overhead.rounds >= CONTESTED * self.effort.rounds
 
     def _with_ours(self, point: Point) -> list[Point]:
         if point.contender == PlacematPlans.name or point.peak_bytes is None:
@@ -195,12 +209,14 @@ class Contest:
         ours = self.results.ours_at(point.peak_bytes)
         return [point] if ours is None else [point, ours]
 
-    def _time(self, reference: Worker, batch: Mapping[str, Point]) -> None:
-        """Run one batch, each contender in a new process, and keep its seconds."""
+    def _time(self, batch: Mapping[str, Point]) -> None:
+        """Run one batch, each contender and eager in a new process, and keep its seconds."""
         with contextlib.ExitStack() as stack:
+            reference = stack.enter_context(self._worker())
             workers = {key: stack.enter_context(self._worker()) for key in batch}  # they start side by side
             ready = {key: workers[key] for key, point in batch.items() if self._is_ready(workers[key], point)}
             try:
+                reference.call("prepare", Eager.name, self._eager)
                 seconds = interleave({REFERENCE: reference} | ready, self.effort.rounds)
             except WorkerFailed as error:
                 log.warning("%s: a batch was given up: %s", self.results.workload, error)
