@@ -41,7 +41,7 @@ error is named; 1e+09 stands for counters that differ.
 **Dominance.** For each peak that a peer reaches, placemat plans for that many bytes, and both are timed in the same
 rounds. *Ours less theirs* is the median over rounds of the difference, as a part of eager's step; the verdict is *the
 same within noise* if that is smaller than its margin. Where placemat loses, the verdict is in capitals. Pairs in which
-it seemed to lose were timed again, up to four times as many rounds, and all their rounds count; so was the ample budget.
+it seemed to lose were timed again, up to four times as many rounds, and all their rounds count; so were ample budgets.
 
 **Peers.** `torch.utils.checkpoint` (non-reentrant) around every, every second and every fourth block, and around
 segments of about sqrt(n) of n blocks (Chen et al. 2016) where blocks form a chain. *Selective checkpointing* with
