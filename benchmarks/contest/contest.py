@@ -70,6 +70,8 @@ class Contest:
         self._time_all(groups)
         for _ in range(CONTESTED - 1):
             self._time_all(self._contested(peers))
+        for contender in (Eager.name, *peers, PlacematPlans.name):
+            self._sum_op_costs(contender)
 
     def _time_all(self, groups: Sequence[Sequence[Point]]) -> None:
         for number, batch in enumerate(_batches(groups, self.effort.together)):
@@ -163,6 +165,23 @@ class Contest:
                 self._keep(point)
         self.results.has_frontier = True
         self.results.save(self.path)
+
+    # ---------------------------------------------------------------------------------------------------- op costs
+
+    def _sum_op_costs(self, contender: str) -> None:
+        """Sum the costs of operators of all that ran and is not summed yet, one after the other in one process."""
+        ran = [p for p in self.results.of([contender]) if p.peak_bytes is not None and p.op_seconds is None]
+        distinct = [point for point in ran if self.results.twin(point) is point]
+        if not distinct:
+            return
+        with self._worker() as worker:
+            for point in distinct:
+                log.info("%s: operators of %s", self.results.workload, point.key)
+                try:
+                    worker.call("prepare", point.contender, _setting(point))
+                    self._keep(replace(point, op_seconds=worker.call("op_seconds")))
+                except WorkerFailed as error:
+                    log.warning("%s: no operators of %s: %s", self.results.workload, point.key, error)
 
     # --------------------------------------------------------------------------------------------------------- timing
 

@@ -58,6 +58,7 @@ class Point:
         comparison: with eager's step.
         failure: why it did not run, beginning with the error's type; "" otherwise.
         plan: of ours.
+        op_seconds: what its step's operators cost, see `op_costs`.
     """
 
     contender: str
@@ -69,6 +70,7 @@ class Point:
     comparison: Comparison | None = None
     failure: str = ""
     plan: PlanFigures | None = None
+    op_seconds: float | None = None
 
     @property
     def key(self) -> str:
@@ -84,9 +86,9 @@ class Point:
 class Estimate:
     """A median over rounds and its margin of noise, about 95 %; `rounds` tells how much it rests on.
 
-    Two processes that run the same differ by up to 2 % here, whatever they do (two of eager's U-Net, 15 rounds; 0.3 %
-    of the chain's), and keep to that. Rounds of one batch do not show it; of several batches, each with new processes,
-    the margin is at least what the spread of their medians makes it.
+    Two processes that run the same differ by up to 2 % (two of eager's U-Net, 15 rounds; 0.3 % of the chain's), and
+    keep to that. Rounds of one batch do not show it; of several batches, each with new processes, the margin is at
+    least what the spread of their medians makes it.
     """
 
     value: float
@@ -149,6 +151,12 @@ class Results:
             if key in batch
         ]
         return Estimate.of_batches(ratios) if ratios else None
+
+    def overhead_of_ops(self, point: Point) -> float | None:
+        """The same by what operators cost alone; None if they were not summed."""
+        own = self.twin(point).op_seconds
+        reference = next((p.op_seconds for p in self.of([REFERENCE])), None)
+        return None if own is None or reference is None else own / reference - 1
 
     def difference(self, point: Point, other: Point) -> Estimate | None:
         """What `point` costs more than `other`, as a part of eager's step, in rounds that had both; None without."""

@@ -8,12 +8,22 @@ from benchmarks.contest.results import Estimate, Point, Results
 from benchmarks.peers import PEERS, PlacematPlans
 from placemat.units import format_bytes
 
-PEER_HEADER = ("setting", "peak", "overhead", "step beside eager's", "ours at this peak", "ours less theirs", "verdict")
+PEER_HEADER = (
+    "setting",
+    "peak",
+    "overhead",
+    "by op costs",
+    "step beside eager's",
+    "ours at this peak",
+    "ours less theirs",
+    "verdict",
+)
 OUR_HEADER = (
     "budget",
     "predicted",
     "measured",
     "overhead",
+    "by op costs",
     "predicted overhead",
     "gap",
     "solved in",
@@ -69,6 +79,10 @@ def percent(estimate: Estimate | None) -> str:
     return "" if estimate is None else f"{100 * estimate.value:+.1f} % ± {100 * estimate.margin:.1f}"
 
 
+def _exactly(overhead: float | None) -> str:
+    return "" if overhead is None else f"{overhead:+.1%}"
+
+
 def peer_rows(results: Results, peer: str) -> list[tuple[str, ...]]:
     """A row for each point of a peer, in the order of peaks, failures last; points that ran the same are one row."""
     groups: dict[str, list[Point]] = {}
@@ -83,6 +97,7 @@ def peer_rows(results: Results, peer: str) -> list[tuple[str, ...]]:
                 "; ".join(point.label for point in groups[results.twin(first).key]),
                 "" if first.peak_bytes is None else format_bytes(first.peak_bytes),
                 percent(results.overhead(first)),
+                _exactly(results.overhead_of_ops(first)),
                 outcome(first),
                 "" if ours is None or ours.failure else percent(results.overhead(ours)),
                 "" if ours is None or ours.failure else percent(results.difference(ours, first)),
@@ -106,6 +121,7 @@ def our_rows(results: Results) -> list[tuple[str, ...]]:
                 "original forward" if plan.runs_original else format_bytes(plan.predicted_peak_bytes),
                 "" if ran.peak_bytes is None else format_bytes(ran.peak_bytes),
                 percent(results.overhead(point)),
+                _exactly(results.overhead_of_ops(point)),
                 f"{plan.predicted_overhead:+.1%}",
                 f"{plan.gap:.1%}",
                 f"{plan.solve_seconds:.1f} s",

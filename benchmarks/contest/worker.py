@@ -16,6 +16,7 @@ import torch
 
 import placemat
 from benchmarks.contest.comparison import Comparison, compare, run_from_seed
+from benchmarks.contest.op_costs import op_seconds
 from benchmarks.peers import CONTENDERS, Setting
 from benchmarks.timing import hold_freed_memory
 from benchmarks.work import WORKS
@@ -73,6 +74,11 @@ class StepSession:
         model.zero_grad(set_to_none=True)
         peak_bytes = placemat.measure(self._ready.step, device="cpu").peak_bytes
         return sum(static_bytes(model, args, kwargs).values()) + peak_bytes
+
+    def op_seconds(self) -> float:
+        """What the operators of one step cost alone, summed."""
+        self._ready.model.zero_grad(set_to_none=True)
+        return op_seconds(self._ready.step)
 
     def record(self, path: Path) -> None:
         """Write what one step makes, for others to compare with."""
