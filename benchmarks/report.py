@@ -47,7 +47,7 @@ it seemed to lose were timed again, up to four times as many rounds, and all the
 
 **Ample budgets** run the original forward, and still the step takes up to 3 % longer than in eager's process. A process
 that has traced something, be it one linear layer through torch.compile, runs eager's own step that much slower (the
-chain's: 1.4 % after the linear layer, 3.5 after a plan; collecting garbage or none changes nothing): its heap is another.
+chain's: 1.4 % after the linear layer, 3.5 after a plan; with or without garbage collection): its heap is another.
 In one process, taking turns, the chain's step through ours and eager's differ by 0.05 %.
 
 **Peers.** `torch.utils.checkpoint` (non-reentrant) around every, every second and every fourth block, and around
