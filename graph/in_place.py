@@ -21,7 +21,7 @@ aten = torch.ops.aten
 # Elementwise operators, with the one that writes into the first argument and the one that writes into `out`, whose
 # name differs. Only such as give the same bits and strides in every dtype and layout (`tests/test_in_place.py`):
 # mul.Scalar rounds otherwise in half precision, and masked_fill has other strides (torch 2.13 on the CPU).
-_VARIANTS: Mapping[Any, tuple[Any, Any, str]] = {
+VARIANTS: Mapping[Any, tuple[Any, Any, str]] = {
     aten.relu.default: (aten.relu_.default, None, ""),
     aten.clamp_min.default: (aten.clamp_min_.default, None, ""),
     aten.hardtanh.default: (aten.hardtanh_.default, None, ""),
@@ -60,7 +60,7 @@ class InPlace:
 
 def in_place_call(node: fx.Node, argument: fx.Node) -> InPlace | None:
     """How a call could write into `argument`; None if it cannot, or would not give the same."""
-    own, with_out, name = _VARIANTS.get(node.target, (None, None, ""))
+    own, with_out, name = VARIANTS.get(node.target, (None, None, ""))
     if not _alike(node.meta.get("val"), argument.meta.get("val")):
         return None
     if own is not None and node.args[0] is argument:
@@ -72,53 +72,50 @@ def _alike(result: object, argument: object) -> bool:
     """Whether two tensors have one layout and fill their storages."""
     if type(result) is not type(argument) or not isinstance(result, Tensor) or not isinstance(argument, Tensor):
         return False
-    if result.layout != torch.strided or result.is_conj() or argument.is_conj() or argument.is_neg():
+    if result.layout != torch.strided or result.is_complex() or argument.is_neg():  # complex kernels round otherwise
         return False
     geometry = [(t.shape, t.stride(), t.dtype, t.device, t.storage_offset()) for t in (result, argument)]
     return geometry[0] == geometry[1] and result.untyped_storage().nbytes() == argument.untyped_storage().nbytes()
 
 
-def candidates(
-    node: fx.Node, value_of_node: Mapping[fx.Node, int], base_of_value: Mapping[int, fx.Node]
-) -> Iterator[tuple[int, int, InPlace]]:
+def candidates(node: fx.Node, base_of_value: Mapping[int, fx.Node], names: Names) -> Iterator[tuple[int, int, InPlace]]:
     """Values that a call could write its result into, the position of the argument that has each, and how.
 
     A value is none if the call reads it through a view, too; if it is no plain operator's result; or if something other
     than plain operators reads it, which might hold on to it.
     """
-    if node.target not in _VARIANTS:
+    if node.target not in VARIANTS:
         return
     for position, argument in enumerate(node.args):
         if not isinstance(argument, fx.Node):
             continue
-        value = value_of_node.get(argument)
-        if value is None or base_of_value.get(value) is not argument or not _is_plain(argument):
+        value = names.value_of_node.get(argument)
+        if value is None or base_of_value.get(value) is not argument or not names.are_plain(value):
             continue
-        if any(other is not argument and value_of_node.get(other) == value for other in node.all_input_nodes):
+        if any(other is not argument and names.value_of_node.get(other) == value for other in node.all_input_nodes):
             continue
         if (how := in_place_call(node, argument)) is not None:
             yield value, position, how
 
 
+class Names:
+    """All nodes of a joint graph that show one storage: what made it, views, lists of views."""
+
+    def __init__(self, value_of_node: Mapping[fx.Node, int]) -> None:
+        self.value_of_node = value_of_node
+        self._nodes: dict[int, list[fx.Node]] = {}
+        for node, value in value_of_node.items():
+            self._nodes.setdefault(value, []).append(node)
+
+    def are_plain(self, value: int) -> bool:
+        """Whether operators of PyTorch make a value, and nothing but such reads it, or is returned it."""
+        nodes = self._nodes[value]
+        return all(_is_plain(n) and all(map(_is_plain, n.users)) for n in nodes)
+
+
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a result is an operator's of PyTorch, and so is everything that reads it or a view of it."""
-    maker: Any = node.args[0] if node.target is operator.getitem else node
-    if not _is_aten(maker):
-        return False
-    waiting = [node]
-    while waiting:
-        for user in waiting.pop().users:
-            if not _is_aten(user):
-                return False
-            if isinstance(user.meta.get("val"), Tensor) and _is_view(user):
-                waiting.append(user)
-    return True
+    return _is_aten(node) or node.target is operator.getitem
 
 
 def _is_aten(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
-
-
-def _is_view(node: fx.Node) -> bool:
-    target: Any = node.target
-    return any(r.alias_info is not None for r in target._schema.returns)

@@ -24,6 +24,7 @@ from placemat.graph.allocator import allocated_bytes
 from placemat.graph.arriving import take_as_they_come
 from placemat.graph.border import add_border, add_copy_back, mark_outputs
 from placemat.graph.handing_out import Positions, add_handouts
+from placemat.graph.in_place import Names
 from placemat.graph.ir import Op, OpGraph, Phase
 from placemat.graph.joint import JointGraph
 from placemat.graph.loss_region import LossRegion
@@ -57,6 +58,10 @@ class Lowering:
     fake_rng_state: torch.Tensor
     planned_tangents: frozenset[int]  # tangents that the lowered backward reads
     handouts: Mapping[int, Positions] = field(default_factory=dict)
+
+    @functools.cached_property
+    def names(self) -> Names:
+        return Names(self.value_of_node)
 
     @functools.cached_property
     def op_of_node(self) -> Mapping[fx.Node, int]:

@@ -19,12 +19,15 @@ from placemat.graph.eager_run import Call, unshared
 aten = torch.ops.aten
 
 _LSTM = 2  # ideep's number for it, of which the kernels are told
-_PARAMETERS = 4  # weights for the input and the state, a bias for each
+_NAMES = ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"]  # in the kernels' order
+_PARAMETERS = len(_NAMES)
 
 
 def is_for_kernels(layer: nn.Module, call: Call, tensors: Sequence[Tensor]) -> bool:
     """Whether a call is of the plain kind that is known here; `run` is for no other."""
     if type(layer) is not nn.LSTM or not layer.training or len(tensors) != 1 + _PARAMETERS:
+        return False
+    if [name for name, _ in layer.named_parameters()] != _NAMES:  # someone has registered one anew
         return False
     is_one_layer = layer.num_layers == 1 and not layer.bidirectional and not layer.proj_size and bool(layer.bias)
     is_plain = all(t.device.type == "cpu" and t.dtype == torch.float32 and t.numel() > 0 for t in tensors)

@@ -12,6 +12,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -201,6 +202,9 @@ def compile_settings() -> Iterator[None]:
         yield
 
 
+_BARE: ContextVar[str | None] = ContextVar("placemat: a module without hooks, as Dynamo calls it", default=None)
+
+
 @contextlib.contextmanager
 def _hooks_not_guarded(bare: str | None) -> Iterator[None]:
     """Leave out the guards that `bare` and the modules registered below it have no hooks; all others stay.
@@ -208,23 +212,25 @@ def _hooks_not_guarded(bare: str | None) -> Iterator[None]:
     Dynamo's own setting for that, `skip_nnmodule_hook_guards`, also leaves out modules that nobody can know of, such as
     those in a plain list.
     """
-    if bare is None:
-        yield
-        return
-    registered = re.compile(re.escape(bare) + r"(\._modules\['[^']*'\])*\.\w+")
-    owner: Any = GuardBuilder
-    present = owner.EMPTY_NN_MODULE_HOOKS_DICT
-
-    @functools.wraps(present)
-    def unless_registered(builder: Any, guard: Any) -> None:
-        if registered.fullmatch(guard.name) is None:
-            present(builder, guard)
-
-    owner.EMPTY_NN_MODULE_HOOKS_DICT = unless_registered
+    token = _BARE.set(bare)
     try:
         yield
     finally:
-        owner.EMPTY_NN_MODULE_HOOKS_DICT = present
+        _BARE.reset(token)
+
+
+_GUARD_AGAINST_HOOKS = GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT
+
+
+@functools.wraps(_GUARD_AGAINST_HOOKS)
+def _guard_unless_bare(builder: Any, guard: Any) -> None:
+    bare = _BARE.get()
+    if bare is None or re.fullmatch(re.escape(bare) + r"(\._modules\['[^']*'\])*\.\w+", guard.name) is None:
+        _GUARD_AGAINST_HOOKS(builder, guard)
+
+
+# Once and for all: put in and taken out again, two threads that trace at a time would leave it there.
+GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT = _guard_unless_bare  # type: ignore[method-assign]
 
 
 _REWRITTEN_METHODS = ("add_", "addcmul_", "addcdiv_")

@@ -186,8 +186,8 @@ class _Side:
 
         What the forward saved is not touched: a second backward reads it again.
         """
-        for value, position, how in candidates(node, self.lowering.value_of_node, self.lowering.base_of_value):
-            if value in dying and value in self.made:
+        for value, position, how in candidates(node, self.lowering.base_of_value, self.lowering.names):
+            if value in dying and value in self.made and not self.lowering.graph.values[value].pinned:
                 copy.meta[IN_PLACE] = how, position
                 return
 

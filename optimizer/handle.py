@@ -31,7 +31,7 @@ from placemat.graph.eager_modules import KeptModules
 from placemat.graph.errors import CaptureError, PlacematError, PlanMismatch, UnsupportedFeature
 from placemat.graph.joint import JointGraph
 from placemat.installed import Rebindable, forward_under
-from placemat.module_walk import has_hooks, modules_of, parameters_of
+from placemat.module_walk import global_hooks, has_hooks, modules_of, parameters_of
 from placemat.parallel_wrappers import refuse_parallel
 from placemat.pipeline import Planner
 from placemat.plan import Plan
@@ -87,7 +87,7 @@ class Handle:
         self._backend = Backend(
             _weak_planner(self), self._gradients.before_backward, _weak_refusal(self), COMPILERS[self.compiler]
         )
-        self._compiled: dict[bool, Callable[..., Any]] = {}  # see _compiled_for
+        self._compiled: dict[Any, Callable[..., Any]] = {}  # see _compiled_for
         self._present_modules: list[nn.Module] = []  # of the model, when it was last called
         self._kept: KeptModules | None = None
         self._original: Callable[..., Any] | None = None
@@ -240,7 +240,7 @@ class Handle:
         runs, compilations = self._backend.runs, self._backend.compilations
         original = self.original
         is_bare = getattr(original, "__self__", None) is self.module and not has_hooks(self._present_modules)
-        compiled = self._compiled_for(is_bare)
+        compiled = self._compiled_for(is_bare, global_hooks())
         with torch_private.call_settings(), self.kept.installed(), reported(original):
             output = compiled(original, args, kwargs, is_inside_region())
         if self._backend.compilations > compilations and self._backend.compilations in _MANY_COMPILATIONS:
@@ -258,16 +258,17 @@ class Handle:
             )
         return output
 
-    def _compiled_for(self, is_bare: bool) -> Callable[..., Any]:
-        """What runs planned calls of a model without hooks, or with some.
+    def _compiled_for(self, is_bare: bool, of_all_modules: tuple[Any, ...]) -> Callable[..., Any]:
+        """What runs planned calls of a model without hooks, or with some, under these hooks for all modules.
 
         Without, nothing of what Dynamo compiled is guarded against hooks; so it must not serve a call with them. Those
         guards took longer than all others together: 1.4 of 2.5 ms a call for 514 modules (torch 2.13).
         """
-        if is_bare not in self._compiled:
+        key = is_bare, of_all_modules
+        if key not in self._compiled:
             bare = FORWARD_OWNER if is_bare else None
-            self._compiled[is_bare] = torch_private.compiled(make_entry(), self._backend, bare)
-        return self._compiled[is_bare]
+            self._compiled[key] = torch_private.compiled(make_entry(), self._backend, bare)
+        return self._compiled[key]
 
     def planned(self, joint: JointGraph) -> Planned:
         """The plan of a graph that is being compiled."""
@@ -318,6 +319,7 @@ def call_key(modules: Sequence[nn.Module], args: Any, kwargs: Any) -> Any:
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         is_inside_region(),
         torch.is_autocast_cache_enabled(),
+        global_hooks(),
     )
 
 

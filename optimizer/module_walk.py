@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -22,6 +24,24 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Parameters of these modules themselves; one that several modules share is there as often."""
     return [p for module in modules for p in module._parameters.values() if p is not None]
+
+
+def global_hooks() -> tuple[Any, ...]:
+    """Hooks that are registered for all modules; Dynamo has no guards on them."""
+    module = torch.nn.modules.module
+    if not (
+        module._global_forward_hooks
+        or module._global_forward_pre_hooks
+        or module._global_backward_hooks
+        or module._global_backward_pre_hooks
+    ):
+        return ()
+    return (
+        tuple(module._global_forward_hooks.values()),
+        tuple(module._global_forward_pre_hooks.values()),
+        tuple(module._global_backward_hooks.values()),
+        tuple(module._global_backward_pre_hooks.values()),
+    )
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:

@@ -132,6 +132,15 @@ def test_gradients_that_were_not_declared_are_told_of_once():
     assert warning.filename == __file__
 
 
+def test_gradients_that_come_between_forward_and_backward_are_told_of():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    placemat.optimize(model, None, (X,), budget_fraction=0.0, time_limit_s=5)
+    loss = model(X).sum()
+    sum(p.square().sum() for p in model.parameters()).backward()
+    with pytest.warns(placemat.UndeclaredGradients):
+        loss.backward()
+
+
 def test_declared_gradients_are_nothing_to_warn_of():
     assert accumulated(declared=True) == []
 

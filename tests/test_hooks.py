@@ -1,5 +1,7 @@
 """Hooks that come and go between planned calls take effect, although Dynamo does not look for them in known modules."""
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -86,3 +88,34 @@ def test_a_module_with_a_hook_that_takes_the_place_of_one_without():
         m.blocks[1][1] = nn.Tanh()
         m.blocks[1][1].register_forward_hook(doubled)
     assert run_step(model, (X,)).same_as(run_step(eager, (X,)))
+
+
+def test_hooks_count_after_several_threads_have_traced_at_a_time():
+    models = [placemat.optimize(Held(), None, (X,), budget_fraction=0.3, time_limit_s=5) for _ in range(3)]
+    threads = [threading.Thread(target=lambda m=m: m(X).backward()) for m in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    eager, model = Held(), placemat.optimize(Held(), None, (X,), budget_fraction=0.3, time_limit_s=5)
+    for position in (0, 2):
+        for m in (eager, model):
+            m.blocks[position][1].register_forward_hook(doubled)
+        assert torch.equal(model(X), eager(X))
+
+
+def test_a_hook_for_all_modules_counts_from_the_next_call_on():
+    eager, model = Held(), Held()
+    placemat.optimize(model, None, (X,), budget_fraction=0.3, time_limit_s=5)
+    plain = run_step(eager, (X,))
+    run_step(model, (X,))
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: output * 2 if isinstance(module, nn.Tanh) else None
+    )
+    try:
+        hooked = run_step(eager, (X,))
+        assert not hooked.same_as(plain)
+        assert run_step(model, (X,)).same_as(hooked)
+    finally:
+        handle.remove()
+    assert run_step(model, (X,)).same_as(plain)

@@ -1,11 +1,13 @@
 """Ops that write into an argument which nobody reads afterwards: the same bits, and never into what somebody reads."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import placemat
-from placemat.graph.in_place import _VARIANTS
+from placemat.graph.in_place import VARIANTS
 
 aten = torch.ops.aten
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -39,15 +41,16 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", _VARIANTS, ids=lambda op: op.name().removeprefix("aten::"))
-def test_an_operator_gives_the_same_bits_in_place(op, dtype, layout):
-    own, with_out, name = _VARIANTS[op]
+@pytest.mark.parametrize("op", VARIANTS, ids=lambda op: op.name().removeprefix("aten::"))
+def test_an_operator_gives_the_same_bits_in_place(op, dtype, layout, device):
+    own, with_out, name = VARIANTS[op]
 
     def tensor(seed: int) -> Tensor:
         made = torch.randn(7, 33, 9, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        return LAYOUTS[layout](made.to(dtype))
+        return LAYOUTS[layout](made.to(device, dtype))
 
     for case in range(len(_arguments(op, tensor))):
         expected = op(*_arguments(op, tensor)[case])
@@ -67,6 +70,16 @@ def test_an_operator_gives_the_same_bits_in_place(op, dtype, layout):
                 assert result.stride() == expected.stride()
                 ran += 1
         assert ran, "no argument could be written to"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_so_does_the_gelu_of_tanh(dtype):
+    grad, x = (torch.randn(99, 37, generator=torch.Generator().manual_seed(s)).to(dtype) for s in (1, 2))
+    expected = aten.gelu_backward(grad, x, approximate="tanh")
+    for written in (0, 1):
+        arguments = [grad.clone(), x.clone()]
+        aten.gelu_backward.grad_input(*arguments, approximate="tanh", grad_input=arguments[written])
+        assert torch.equal(arguments[written], expected)
 
 
 class Gates(nn.Module):
@@ -119,3 +132,63 @@ def test_a_gradient_that_does_not_come_leaves_others_as_they_are():
             made.append([p.grad for p in m.parameters()])
             m.zero_grad(set_to_none=True)
         assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+class Complex(nn.Module):
+    """Products of complex tensors, one of them strided: kernels round otherwise in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.fft.fft(self.layer(x))
+        product = ((z * 1e-3).exp() + 1) * z.t()
+        return product.abs().tanh() * 2, product.real
+
+
+class Half(nn.Module):
+    """Saves a complex view of its argument, which its own graph holds: no tensor of the step around has that dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.view_as_complex(x) * self.weight).abs()
+
+
+class AroundKept(nn.Module):
+    """A kept module reads a part of what is overwritten last."""
+
+    def __init__(self, cut: Callable[..., Sequence[Tensor]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.kept, self.cut = nn.Linear(32, 32), nn.Linear(32, 32), Half(), cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x).view(16, 4, 8) * 2
+        u = self.kept(self.cut(h, 4, 2)[1])
+        return self.b(self.b(h.relu().view(16, -1).tanh()).tanh()).sum() + u.sum()
+
+
+def test_complex_ops_make_new_tensors():
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+    expected, model = Complex(), Complex()
+    placemat.optimize(model, None, (x,), budget_fraction=0.3, time_limit_s=5)
+    for made, wanted in zip(model(x), expected(x), strict=True):
+        assert torch.equal(made, wanted)
+    for m in (model, expected):
+        sum(t.sum() for t in m(x)).backward()
+    assert torch.equal(model.layer.weight.grad, expected.layer.weight.grad)
+
+
+@pytest.mark.parametrize("cut", [torch.chunk, torch.unsafe_chunk])
+def test_what_a_kept_module_holds_a_part_of_is_not_written_to(cut):
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    expected, model = AroundKept(cut), AroundKept(cut)
+    placemat.optimize(model, None, (x,), budget_fraction=0.5, time_limit_s=5, keep_eager=["kept"])
+    for m in (model, expected):
+        m(x).backward()
+    assert torch.equal(model.kept.weight.grad, expected.kept.weight.grad)

@@ -107,3 +107,12 @@ def test_without_onednn_the_layer_runs_as_it_does_then():
     facts = _learnt(layer, x)
     with torch.backends.mkldnn.flags(enabled=False):
         assert not lstm_kernels.is_for_kernels(layer, facts.call, [x, *layer.parameters()])
+
+
+def test_a_layer_with_parameters_in_another_order_is_left_to_the_graph():
+    layer = nn.LSTM(6, 9)
+    weight = layer.weight_ih_l0
+    del layer.weight_ih_l0
+    layer.weight_ih_l0 = weight
+    x = _randn(5, 7, 6)
+    assert not _learnt(layer, x).by_kernels
