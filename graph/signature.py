@@ -17,8 +17,8 @@ def signature(node: fx.Node) -> OpSignature:
         target=str(node.target)
         if isinstance(node.target, torch._ops.OpOverload)
         else getattr(node.target, "__name__", "?"),
-        args=tuple(_spec(a) for a in node.args),
-        kwargs=tuple(sorted((k, _spec(a)) for k, a in node.kwargs.items())),
+        args=tuple(argument_spec(a) for a in node.args),
+        kwargs=tuple(sorted((k, argument_spec(a)) for k, a in node.kwargs.items())),
         outputs=tuple(None if t is None else tensor_spec(t) for t in tensors_of(node)),
     )
 
@@ -33,7 +33,10 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     )
 
 
-def _spec(argument: Any) -> Any:
+def argument_spec(argument: Any) -> Any:
+    """An argument of a call, be it traced or run, as `OpSignature` has it."""
+    if isinstance(argument, torch.Tensor):
+        return tensor_spec(argument)
     if isinstance(argument, fx.Node):
         value = argument.meta.get("val")
         if isinstance(value, torch.Tensor):
@@ -42,7 +45,7 @@ def _spec(argument: Any) -> Any:
             return tuple(tensor_spec(v) if isinstance(v, torch.Tensor) else None for v in value)
         return str(value)
     if isinstance(argument, (list, tuple)):
-        return tuple(_spec(a) for a in argument)
+        return tuple(argument_spec(a) for a in argument)
     if argument is None or isinstance(argument, (bool, int, float, complex, str)):
         return argument
     return str(argument).removeprefix("torch.")

@@ -29,19 +29,13 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 def global_hooks() -> tuple[Any, ...]:
     """Hooks that are registered for all modules; Dynamo has no guards on them."""
     module = torch.nn.modules.module
-    if not (
-        module._global_forward_hooks
-        or module._global_forward_pre_hooks
-        or module._global_backward_hooks
-        or module._global_backward_pre_hooks
-    ):
-        return ()
-    return (
-        tuple(module._global_forward_hooks.values()),
-        tuple(module._global_forward_pre_hooks.values()),
-        tuple(module._global_backward_hooks.values()),
-        tuple(module._global_backward_pre_hooks.values()),
+    hooks = (
+        module._global_forward_hooks,
+        module._global_forward_pre_hooks,
+        module._global_backward_hooks,
+        module._global_backward_pre_hooks,
     )
+    return tuple(tuple(h.values()) for h in hooks) if any(hooks) else ()
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from placemat.cost_models import Measured
 from placemat.graph.ir import Op, OpSignature
-from placemat.graph.signature import tensor_spec
+from placemat.graph.signature import argument_spec, tensor_spec
 
 
 class Calls(TorchDispatchMode):
@@ -36,8 +36,8 @@ class Calls(TorchDispatchMode):
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         signature = OpSignature(
             target=str(func),
-            args=tuple(_plain(a) for a in args),
-            kwargs=tuple(sorted((name, _plain(a)) for name, a in (kwargs or {}).items())),
+            args=tuple(argument_spec(a) for a in args),
+            kwargs=tuple(sorted((name, argument_spec(a)) for name, a in (kwargs or {}).items())),
             outputs=tuple(tensor_spec(t) for t in outputs),
         )
         self.counts[signature] += 1
@@ -65,14 +65,3 @@ def _op(signature: OpSignature) -> Op:
         outputs=(),
         recomputable=False,
     )
-
-
-def _plain(argument: Any) -> Any:
-    """An argument as signatures have it, see `OpSignature`."""
-    if isinstance(argument, torch.Tensor):
-        return tensor_spec(argument)
-    if isinstance(argument, (list, tuple)):
-        return tuple(_plain(a) for a in argument)
-    if argument is None or isinstance(argument, (bool, int, float, complex, str)):
-        return argument
-    return str(argument).removeprefix("torch.")
